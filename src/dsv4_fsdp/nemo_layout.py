@@ -21,6 +21,7 @@ from .names import canonical_name
 __all__ = [
     "CLASS_NAMES",
     "FP32_MODULE_SUFFIXES",
+    "HOLDER_SUFFIXES",
     "MODEL_TYPE",
     "RETURNED_FP32_PARAMETER_CLASS_NAMES",
     "SELF_CASTING_FP32_MODULE_CLASS_NAMES",
@@ -30,6 +31,8 @@ __all__ = [
     "has_class_name",
     "has_nemo_layout",
     "is_deepseek_v4_module",
+    "is_holder",
+    "is_self_casting",
     "iter_candidate_modules",
     "iter_island_modules",
     "matches_suffix",
@@ -79,6 +82,9 @@ RETURNED_FP32_PARAMETER_CLASS_NAMES = {"DeepseekV4FP32Parameter"}
 SELF_CASTING_FP32_MODULE_CLASS_NAMES = {"DeepseekV4VisionRMSNorm"}
 """Modules that compute in fp32 and return the dtype they were given; islands wherever they stand."""
 
+HOLDER_SUFFIXES = tuple(suffix for suffix in FP32_MODULE_SUFFIXES if suffix.endswith("_param"))
+"""Where NeMo puts its holders, for those who have names only; with a module in hand ask :func:`is_holder`."""
+
 # Classes that no other implementation of DeepSeek-V4 has. Transformers shares the names `DeepseekV4Model` and
 # `DeepseekV4ForCausalLM`, and its `lm_head` is bf16: reading the table above into it would be wrong.
 _CLASS_NAMES_OF_NEMO_ONLY = (
@@ -96,16 +102,21 @@ class IslandModule:
     """A module that the tables name.
 
     Attributes:
-        fqn: canonical name from the module that was searched; ``""`` for that module itself.
+        name: name from the module that was searched, as ``get_submodule`` takes it; ``""`` for that module itself.
         module: the outermost wrapper, where a checkpoint wrapper stands around it.
         label: the table entry that names it: a suffix, or a class name.
         dtypes: the dtypes of its floating-point parameters, never empty.
     """
 
-    fqn: str
+    name: str
     module: nn.Module
     label: str
     dtypes: frozenset[torch.dtype]
+
+    @property
+    def fqn(self) -> str:
+        """The canonical name: ``name`` without the words that wrappers add."""
+        return canonical_name(self.name)
 
     @property
     def is_fp32(self) -> bool:
@@ -137,6 +148,16 @@ def has_class_name(module: nn.Module, names: set[str]) -> bool:
     return any(cls.__name__ in names for cls in type(module).__mro__)
 
 
+def is_holder(module: nn.Module) -> bool:
+    """Whether ``module``, or what it wraps, returns its raw parameter from its forward."""
+    return has_class_name(unwrap(module), RETURNED_FP32_PARAMETER_CLASS_NAMES)
+
+
+def is_self_casting(module: nn.Module) -> bool:
+    """Whether ``module``, or what it wraps, computes in fp32 and returns the dtype it was given."""
+    return has_class_name(unwrap(module), SELF_CASTING_FP32_MODULE_CLASS_NAMES)
+
+
 def config_model_type(module: nn.Module) -> str | None:
     """``module.config.model_type``, or ``None`` where there is no such string."""
     model_type = getattr(getattr(module, "config", None), "model_type", None)
@@ -166,12 +187,11 @@ def iter_candidate_modules(module: nn.Module) -> Iterator[IslandModule]:
     """
     seen: set[int] = set()
     for name, submodule in module.named_modules(remove_duplicate=False):
-        fqn = canonical_name(name)
-        if id(submodule) in seen or (label := _label(fqn, submodule)) is None:
+        if id(submodule) in seen or (label := _label(canonical_name(name), submodule)) is None:
             continue
         seen.add(id(submodule))
         if dtypes := floating_param_dtypes(submodule):
-            yield IslandModule(fqn, submodule, label, frozenset(dtypes))
+            yield IslandModule(name, submodule, label, frozenset(dtypes))
 
 
 def iter_island_modules(module: nn.Module, *, require_fp32: bool = True) -> Iterator[IslandModule]:
@@ -189,14 +209,13 @@ def iter_island_modules(module: nn.Module, *, require_fp32: bool = True) -> Iter
 
 
 def named_island_modules(module: nn.Module, *, require_fp32: bool = True) -> Iterator[tuple[str, str]]:
-    """``(canonical name, table entry)`` of each module of :func:`iter_island_modules`."""
+    """``(name, table entry)`` of each module of :func:`iter_island_modules`."""
     for island in iter_island_modules(module, require_fp32=require_fp32):
-        yield island.fqn, island.label
+        yield island.name, island.label
 
 
 def _label(fqn: str, module: nn.Module) -> str | None:
     for suffix in FP32_MODULE_SUFFIXES:
         if matches_suffix(fqn, suffix):
             return suffix
-    inner = unwrap(module)
-    return next((n for n in sorted(SELF_CASTING_FP32_MODULE_CLASS_NAMES) if has_class_name(inner, {n})), None)
+    return next((n for n in sorted(SELF_CASTING_FP32_MODULE_CLASS_NAMES) if has_class_name(unwrap(module), {n})), None)
