@@ -1,0 +1,18 @@
+"""Train DeepSeek-V4 with PyTorch FSDP2 without losing its fp32."""
+
+from .alignment import Alignment as Alignment
+from .alignment import tie_compressors as tie_compressors
+from .audit import precision_table as precision_table
+from .audit import read_back as read_back
+from .contract import Contract as Contract
+from .contract import contract_of as contract_of
+from .errors import ContractError as ContractError
+from .errors import Dsv4FsdpError as Dsv4FsdpError
+from .errors import ShardingError as ShardingError
+from .errors import UnsupportedTorch as UnsupportedTorch
+from .grouped_unit import fully_shard as fully_shard
+from .parallelize import parallelize as parallelize
+from .plan import ShardingPlan as ShardingPlan
+from .plan import plan_sharding as plan_sharding
+
+__version__ = "0.1.0"

@@ -1,0 +1,178 @@
+"""HCA graph alignment: every rank's backward has the same parameters in it, without a collective.
+
+DeepSeek-V4's compressors close one window per ``compress_rate`` tokens (128 for HCA, 4 for CSA). A sequence shorter
+than one window gives the compressor's parameters no gradient on that rank, while another rank's longer sequence does.
+FSDP2 then reduces buffers of different sizes: NCCL hangs, gloo aborts.
+
+The *tie* is a forward hook on each compressor. When the compressor emitted no window, its (empty) output gets a
+zero-sized dependency on its trainable parameters, so that autograd produces exact zero gradients for them. No
+communication, any mesh, any torch version.
+
+One difference to a single process remains: if *no* rank had a window, that process would leave those gradients
+``None``, and AdamW would neither decay nor move the parameters; the tie leaves zeros, and AdamW would. A trainer that
+reduces one number per step anyway sends :meth:`Alignment.window_flags` along and calls
+:meth:`Alignment.drop_untouched` with the result to be exact here as well.
+
+Not covered: compressors whose parameters are units of their own (nested units), since a hook on the compressor runs
+when those are sharded again. NeMo AutoModel aligns these by a collective of its own; see :mod:`dsv4_fsdp.fsdp`.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from .names import canonical_name
+
+__all__ = ["COMPRESSOR_CLASS_NAMES", "Alignment", "freeze_indexers", "tie_compressors"]
+
+logger = logging.getLogger("dsv4_fsdp")
+
+# Transformers' two compressors, and NeMo AutoModel's one for both ratios. Each returns a tuple whose first item holds
+# the compressed entries, shape [batch, 1, num_windows, head_dim].
+COMPRESSOR_CLASS_NAMES = frozenset({"DeepseekV4HCACompressor", "DeepseekV4CSACompressor", "DeepseekV4Compressor"})
+_INDEXER_CLASS_NAMES = frozenset({"DeepseekV4Indexer"})
+_WINDOW_DIM = 2
+
+
+def _has_class_name(module: nn.Module, names: frozenset[str]) -> bool:
+    return any(cls.__name__ in names for cls in type(module).__mro__)
+
+
+class _Tie:
+    """The forward hook of one compressor, and whether a window was seen since the last reset."""
+
+    def __init__(self, compressor: nn.Module) -> None:
+        self.saw_window = False
+        self._compressor = weakref.ref(compressor)
+        # First among the forward hooks: FSDP2's own hook frees the parameters if the compressor is a unit itself.
+        compressor.register_forward_hook(self._after_forward, prepend=True)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The trainable parameters that a window feeds. The indexer's are not among them: top-k has no gradient."""
+        compressor = self._compressor()
+        assert compressor is not None, "the tie outlived its compressor"
+        indexer_params = {
+            id(param)
+            for module in compressor.modules()
+            if _has_class_name(module, _INDEXER_CLASS_NAMES)
+            for param in module.parameters()
+        }
+        return [p for p in compressor.parameters() if p.requires_grad and id(p) not in indexer_params]
+
+    def _after_forward(self, compressor: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return output
+        entries, *rest = output
+        if entries.shape[_WINDOW_DIM] > 0:
+            self.saw_window = True
+            return output
+        # An empty tensor plus a scalar is the empty tensor; backward sums an empty gradient into an exact zero, and one
+        # element per parameter is enough for autograd to return a full-sized zero gradient.
+        for param in self.parameters():
+            entries = entries + param.reshape(-1)[:1].sum().to(entries.dtype)
+        return (entries, *rest)
+
+
+class Alignment:
+    """The ties of one model's compressors.
+
+    Attributes:
+        compressor_fqns: canonical names of the compressors, in module order; the order of :meth:`window_flags`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        found = [(n, m) for n, m in model.named_modules() if _has_class_name(m, COMPRESSOR_CLASS_NAMES)]
+        self.compressor_fqns: tuple[str, ...] = tuple(canonical_name(name) for name, _ in found)
+        self._ties = [_tie_of(module) for _, module in found]
+
+    def window_flags(self, device: torch.device | str = "cpu") -> torch.Tensor:
+        """1.0 for each compressor that emitted a window on this rank since the last reset, else 0.0.
+
+        Shape ``(num_compressors,)``, float32. Sum (or max) it over all ranks of the model's mesh, together with
+        whatever else the trainer reduces once per optimizer step.
+        """
+        return torch.tensor([float(tie.saw_window) for tie in self._ties], dtype=torch.float32, device=device)
+
+    def drop_untouched(self, flags_of_all_ranks: torch.Tensor) -> list[str]:
+        """Set ``.grad = None`` on the parameters of compressors that had no window on any rank, and reset the flags.
+
+        Call it after the last backward of an optimizer step and before clipping and the step itself.
+
+        Args:
+            flags_of_all_ranks: :meth:`window_flags` reduced over all ranks, shape ``(num_compressors,)``; 0 means none.
+
+        Returns:
+            The names of the compressors whose gradients were dropped.
+        """
+        if flags_of_all_ranks.shape != (len(self._ties),):
+            raise ValueError(
+                f"expected one flag for each of {len(self._ties)} compressors, got {tuple(flags_of_all_ranks.shape)}"
+            )
+        dropped = []
+        for fqn, tie, flag in zip(self.compressor_fqns, self._ties, flags_of_all_ranks.tolist(), strict=True):
+            if flag == 0:
+                for param in tie.parameters():
+                    param.grad = None
+                dropped.append(fqn)
+        self.reset()
+        return dropped
+
+    def reset(self) -> None:
+        """Forget which compressors emitted windows."""
+        for tie in self._ties:
+            tie.saw_window = False
+
+
+# Hooks cannot be looked up on a module, so the tie of each compressor is remembered here; weak, so nothing is kept
+# alive.
+_ties: weakref.WeakKeyDictionary[nn.Module, _Tie] = weakref.WeakKeyDictionary()
+
+
+def _tie_of(compressor: nn.Module) -> _Tie:
+    if compressor not in _ties:
+        _ties[compressor] = _Tie(compressor)
+    return _ties[compressor]
+
+
+def tie_compressors(model: nn.Module) -> Alignment:
+    """Tie every compressor inside ``model`` (Transformers' or NeMo AutoModel's); calling it again adds nothing.
+
+    ``model`` may be a whole model or one block, sharded already or not. A model without compressors gets an
+    :class:`Alignment` over nothing.
+    """
+    return Alignment(model)
+
+
+def indexer_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of all Lightning Indexers inside ``model``, by canonical name."""
+    found: dict[str, nn.Parameter] = {}
+    for module_name, module in model.named_modules():
+        if _has_class_name(module, _INDEXER_CLASS_NAMES):
+            for name, param in module.named_parameters():
+                found[canonical_name(f"{module_name}.{name}" if module_name else name)] = param
+    return found
+
+
+def freeze_indexers(model: nn.Module) -> str | None:
+    """Freeze the Lightning Indexers, and say so (logger ``dsv4_fsdp``); returns what was said, ``None`` if nothing.
+
+    The indexer reaches the loss only through top-k, which has no gradient. Left trainable it never gets an Adam state,
+    and DCP refuses to resume an optimizer with missing states.
+    """
+    trainable = [param for param in indexer_parameters(model).values() if param.requires_grad]
+    if not trainable:
+        return None
+    for param in trainable:
+        param.requires_grad_(False)
+    message = (
+        f"{len(trainable)} parameters of the Lightning Indexer are frozen: they reach the loss through top-k only and "
+        "get no gradient. Pass freeze_indexer=False if an indexer loss of yours trains them."
+    )
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        logger.warning(message)
+    return message

@@ -1,0 +1,380 @@
+"""The contract: which tensors of a model must be stored, computed and reduced in fp32, and why.
+
+An *fp32 island* is a parameter whose compute and reduce dtype must be fp32. Three sources say so, in union:
+
+1. **The model's class.** Transformers models list name patterns in ``_keep_in_fp32_modules_strict``;
+   ``from_pretrained`` keeps every tensor whose name one of them matches in fp32 whatever dtype was asked for. The
+   match is the one of transformers' loader (``core_model_loading``: a regular-expression *search*, ``*`` for any
+   text), because the contract is a promise about what that loader did. NeMo AutoModel's models carry the same
+   attribute.
+2. **The NeMo AutoModel layout** of DeepSeek-V4 (:mod:`dsv4_fsdp.nemo_layout`): module name suffixes.
+3. **The caller**, by names or a predicate.
+
+fp32 *storage* alone makes no island: fp32 master weights and LoRA adapters are stored in fp32 and computed in bf16.
+An island whose storage is already below fp32 has lost its bits, and that is an error, not a warning: see
+:class:`~dsv4_fsdp.errors.ContractError`.
+
+A contract is pure: building one touches no process group and, unless ``restore_fp32`` is asked for, no tensor.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.weak import WeakIdKeyDictionary
+
+from . import nemo_layout
+from .errors import ContractError, listing
+from .names import canonical_name, is_adapter_name, matches_components, named_parameters_all
+from .torch_private import has_native_override
+
+__all__ = ["Contract", "FP32Params", "IslandPredicate", "TensorRule", "contract_of", "default_mp_policy"]
+
+IslandPredicate = Callable[[str, torch.Tensor], bool]
+"""``predicate(fqn, tensor)``: whether the parameter or buffer of that canonical name must be fp32."""
+
+FP32Params = "Contract | Iterable[str] | IslandPredicate | None"
+
+_FLOAT32_OR_WIDER = frozenset({torch.float32, torch.float64})
+
+
+def default_mp_policy() -> MixedPrecisionPolicy:
+    """bf16 compute, fp32 gradient reduction: what DeepSeek-V4 is trained with."""
+    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+@dataclass(frozen=True)
+class TensorRule:
+    """What the contract says of one parameter or floating buffer.
+
+    Attributes:
+        fqn: canonical name from the root of the model the contract was made of.
+        kind: ``"parameter"`` or ``"buffer"``.
+        storage: dtype of the (sharded) tensor that the optimizer sees.
+        compute: dtype inside forward and backward, and on the all-gather wire. A buffer computes as it is stored.
+        reduce: dtype of the gradient reduction; ``None`` for buffers and for parameters that are not floating point.
+        island: whether the tensor must be fp32.
+        reason: who said so, in words.
+    """
+
+    fqn: str
+    kind: str
+    storage: torch.dtype
+    compute: torch.dtype
+    reduce: torch.dtype | None
+    island: bool
+    reason: str
+
+    @property
+    def group_key(self) -> tuple[torch.dtype, torch.dtype, torch.dtype | None]:
+        """(storage, compute, reduce): parameters of a unit with equal keys share one all-gather and one reduction."""
+        return (self.storage, self.compute, self.reduce)
+
+
+@dataclass(frozen=True)
+class Contract:
+    """The rules for every parameter and floating buffer of one model, in ``named_parameters`` order.
+
+    A tied parameter has one rule, under its first name. The contract holds no parameter alive.
+    """
+
+    rules: tuple[TensorRule, ...]
+    _rule_by_tensor: WeakIdKeyDictionary = field(repr=False, compare=False)
+
+    @property
+    def islands(self) -> tuple[TensorRule, ...]:
+        """The rules of all islands, buffers among them."""
+        return tuple(rule for rule in self.rules if rule.island)
+
+    def rule_of(self, tensor: torch.Tensor) -> TensorRule | None:
+        """The rule of a live parameter or buffer object, or ``None`` if the contract was not made of it."""
+        rule: TensorRule | None = self._rule_by_tensor.get(tensor)
+        return rule
+
+    def __iter__(self) -> Iterator[TensorRule]:
+        return iter(self.rules)
+
+
+def contract_of(
+    model: nn.Module,
+    *,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    fp32_params: Iterable[str] | IslandPredicate = (),
+    restore_fp32: bool = False,
+) -> Contract:
+    """Decide storage, compute and reduce dtype of every parameter and floating buffer of ``model``.
+
+    Args:
+        model: the unsharded model; its tensors may be on the meta device.
+        mp_policy: what tensors that are no islands compute and reduce in; default bf16 and fp32. ``param_dtype=None``
+            means as stored, ``reduce_dtype=None`` means as computed, as in FSDP2.
+        fp32_params: more islands: names, matched at dot boundaries (``"sinks"``, ``"layers.*.attn_hc"``), or a
+            predicate ``(fqn, tensor) -> bool``.
+        restore_fp32: upcast islands that are stored below fp32, in place, with a warning. The bits that the earlier
+            downcast removed do not come back.
+
+    Raises:
+        ContractError: an island is stored below fp32; a name in ``fp32_params`` matches nothing; two names of a tied
+            parameter want different dtypes.
+    """
+    tensors = list(named_tensors(model))
+    if not callable(fp32_params):
+        check_names_match(fp32_params, [name for _, name, _ in tensors], every=True)
+    return build_contract(
+        tensors,
+        mp_policy=default_mp_policy() if mp_policy is None else mp_policy,
+        island_reason=island_reason(model, fp32_params),
+        restore_fp32=restore_fp32,
+    )
+
+
+NamedTensor = tuple[str, str, torch.Tensor]
+"""(``"parameter"`` or ``"buffer"``, canonical name, tensor)."""
+
+IslandReason = Callable[[str, torch.Tensor], str | None]
+"""``reason(fqn, tensor)``: why the tensor is an island, in words, or ``None`` if it is none."""
+
+
+def build_contract(
+    tensors: Iterable[NamedTensor],
+    *,
+    mp_policy: MixedPrecisionPolicy,
+    island_reason: IslandReason,
+    restore_fp32: bool,
+) -> Contract:
+    """The contract over ``tensors``, in which a tied tensor may come several times under several names.
+
+    Raises:
+        ContractError: see :func:`contract_of`.
+    """
+    named: dict[int, list[NamedTensor]] = {}
+    for entry in tensors:
+        named.setdefault(id(entry[2]), []).append(entry)
+
+    below_fp32: list[NamedTensor] = []
+    verdicts: list[tuple[NamedTensor, str | None]] = []
+    for entries in named.values():
+        kind, name, tensor = entries[0]
+        reasons = {n: island_reason(n, tensor) if tensor.is_floating_point() else None for _, n, _ in entries}
+        verdict = _one_verdict(reasons)
+        verdicts.append((entries[0], verdict))
+        if verdict is not None and tensor.dtype not in _FLOAT32_OR_WIDER:
+            below_fp32.append((f"{kind}, {short_dtype(tensor.dtype)}; {verdict}", name, tensor))
+    if below_fp32:
+        _refuse_or_restore(below_fp32, restore_fp32)
+
+    rule_by_tensor: WeakIdKeyDictionary = WeakIdKeyDictionary()
+    for (kind, name, tensor), verdict in verdicts:
+        rule_by_tensor[tensor] = _rule(kind, name, tensor, verdict, mp_policy)
+    return Contract(tuple(rule_by_tensor[tensor] for (_, _, tensor), _ in verdicts), rule_by_tensor)
+
+
+def _one_verdict(reasons: dict[str, str | None]) -> str | None:
+    """The one reason for all names of a tensor; names that disagree are an error."""
+    inside = {name: reason for name, reason in reasons.items() if reason is not None}
+    outside = [name for name, reason in reasons.items() if reason is None]
+    if inside and outside:
+        name, reason = next(iter(inside.items()))
+        raise ContractError(
+            "two names of one tied parameter want two dtypes.\n"
+            f"expected: all of {', '.join(reasons)} in fp32, or none\n"
+            f"got: {name} must be fp32 ({reason}), {', '.join(outside)} need not\n"
+            f"what to do: untie them, or add {outside[0]!r} to fp32_params."
+        )
+    return next(iter(inside.values()), None)
+
+
+def _rule(
+    kind: str, name: str, tensor: torch.Tensor, verdict: str | None, mp_policy: MixedPrecisionPolicy
+) -> TensorRule:
+    storage = tensor.dtype
+    if verdict is not None:
+        return TensorRule(name, kind, storage, storage, storage if kind == "parameter" else None, True, verdict)
+    if kind == "buffer":
+        return TensorRule(name, kind, storage, storage, None, False, "buffer, kept as built")
+    if not storage.is_floating_point:
+        return TensorRule(name, kind, storage, storage, None, False, "not floating point, never cast")
+    # torch >= 2.15 lets the caller's policy speak per parameter, and reduces in the storage dtype if nothing is said.
+    override = getattr(mp_policy, "param_dtype_override_fn", None)
+    compute = (override(tensor) if override is not None else None) or mp_policy.param_dtype or storage
+    reduce = mp_policy.reduce_dtype or (storage if has_native_override() else compute)
+    if storage == compute:
+        reason = "mixed-precision policy"
+    elif is_adapter_name(name):
+        reason = f"adapter stored in {short_dtype(storage)}, computed as the policy says"
+    else:
+        reason = f"{short_dtype(storage)} master weight"
+    return TensorRule(name, kind, storage, compute, reduce, False, reason)
+
+
+def _refuse_or_restore(below_fp32: list[NamedTensor], restore_fp32: bool) -> None:
+    names = listing([f"{name} ({what})" for what, name, _ in below_fp32])
+    count = f"{len(below_fp32)} tensor(s)"
+    if not restore_fp32:
+        raise ContractError(
+            f"{count} that must be fp32 are stored in a narrower dtype: their bits are already lost.\n"
+            f"expected: float32 storage\ngot:\n{names}\n"
+            "what to do: load the checkpoint again without casting these (`from_pretrained(dtype=torch.bfloat16)` of "
+            "transformers keeps them; `model.to(torch.bfloat16)` does not). If no better copy exists, pass "
+            "restore_fp32=True: they are stored in fp32 from then on, but the lost bits do not come back."
+        )
+    warnings.warn(
+        f"restore_fp32: {count} were stored below fp32 and are upcast now. They train in fp32 from here on, but the "
+        f"bits that the earlier downcast removed do not come back:\n{names}",
+        stacklevel=4,
+    )
+    for _, _, tensor in below_fp32:
+        tensor.data = tensor.data.float()
+
+
+def named_tensors(model: nn.Module) -> Iterator[NamedTensor]:
+    """Every parameter and floating buffer of ``model`` under every canonical name it has."""
+    for name, param in named_parameters_all(model):
+        yield "parameter", name, param
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if buffer.is_floating_point():
+            yield "buffer", canonical_name(name), buffer
+
+
+# --- Who says that a tensor is an island ------------------------------------------------------------------------------
+
+
+def island_reason(model: nn.Module, fp32_params: Iterable[str] | IslandPredicate) -> IslandReason:
+    """The three sources as one function; the first that speaks gives the reason."""
+    sources = [_class_list_reason(model), _nemo_layout_reason(model), _caller_reason(fp32_params)]
+
+    def reason(fqn: str, tensor: torch.Tensor) -> str | None:
+        return next((said for source in sources if (said := source(fqn, tensor)) is not None), None)
+
+    return reason
+
+
+def model_speaks(module: nn.Module) -> bool:
+    """Whether ``module`` itself says which of its tensors are islands (sources 1 and 2)."""
+    return bool(class_lists(module)) or nemo_layout.has_nemo_layout(module)
+
+
+def _caller_reason(fp32_params: Iterable[str] | IslandPredicate) -> IslandReason:
+    if callable(fp32_params):
+        predicate = fp32_params
+        return lambda fqn, tensor: "fp32_params predicate" if predicate(fqn, tensor) else None
+    names = _as_names(fp32_params)
+
+    def reason(fqn: str, tensor: torch.Tensor) -> str | None:
+        hit = next((name for name in names if matches_components(fqn, name)), None)
+        return None if hit is None else f"fp32_params {hit!r}"
+
+    return reason
+
+
+def _as_names(fp32_params: Iterable[str]) -> tuple[str, ...]:
+    if isinstance(fp32_params, str):
+        raise ContractError(
+            "fp32_params is one string.\n"
+            "expected: a collection of names, a predicate (fqn, tensor) -> bool, or a Contract\n"
+            f"got: {fp32_params!r}\nwhat to do: write fp32_params=[{fp32_params!r}]."
+        )
+    return tuple(fp32_params)
+
+
+def check_names_match(fp32_params: Iterable[str], fqns: list[str], *, every: bool) -> None:
+    """Raise :class:`ContractError` if a name matches none of ``fqns``: any name if ``every``, else all of them."""
+    names = _as_names(fp32_params)
+    silent = [name for name in names if not any(matches_components(fqn, name) for fqn in fqns)]
+    if silent and (every or len(silent) == len(names)):
+        raise ContractError(
+            "fp32_params names what does not exist here.\n"
+            "expected: a run of whole components of a name, such as 'self_attn.sinks' or 'layers.*.attn_hc'\n"
+            f"got, matching nothing:\n{listing(silent)}\n"
+            f"where: a module with {len(fqns)} tensors, the first of them:\n{listing(fqns, limit=4)}\n"
+            "what to do: correct the name, or leave it out."
+        )
+
+
+def _class_list_reason(model: nn.Module) -> IslandReason:
+    lists = [
+        (prefix, [(pattern, re.compile(pattern.replace("*", ".*"))) for pattern in patterns])
+        for prefix, patterns in class_lists(model)
+    ]
+
+    def reason(fqn: str, tensor: torch.Tensor) -> str | None:
+        # An adapter is new: no checkpoint kept it in fp32, so its name inside a listed module binds nobody.
+        if is_adapter_name(fqn):
+            return None
+        for prefix, patterns in lists:
+            if fqn.startswith(prefix):
+                for pattern, compiled in patterns:
+                    if compiled.search(fqn.removeprefix(prefix)):
+                        return f"class list {pattern!r}"
+        return None
+
+    return reason
+
+
+def class_lists(module: nn.Module) -> list[tuple[str, tuple[str, ...]]]:
+    """The fp32 keep-lists that apply inside ``module``: ``(fqn prefix, patterns)`` each.
+
+    ``module`` may be a whole model, a wrapper around one, or a single block: the list of a block that has none itself
+    is taken from the ``PreTrainedModel`` subclass that the block's source file defines (each Transformers modeling
+    file has one, and it is already imported if the block exists).
+    """
+    found: list[tuple[str, tuple[str, ...]]] = []
+    for name, submodule in module.named_modules():
+        patterns = getattr(submodule, "_keep_in_fp32_modules_strict", None)
+        if patterns:
+            prefix = f"{canonical_name(name)}." if name else ""
+            # A Transformers model's own list already contains its submodels' lists (`post_init` merges them).
+            if not any(prefix.startswith(outer) for outer, _ in found):
+                found.append((prefix, tuple(sorted(patterns))))
+    return found or _list_of_defining_file(module)
+
+
+def _list_of_defining_file(module: nn.Module) -> list[tuple[str, tuple[str, ...]]]:
+    for submodule in module.modules():
+        for cls in type(submodule).__mro__:
+            if cls.__module__.startswith("torch."):
+                break
+            owners = [
+                candidate
+                for candidate in vars(sys.modules.get(cls.__module__, object)).values()
+                if isinstance(candidate, type)
+                and candidate.__module__ == cls.__module__
+                and candidate.__dict__.get("_keep_in_fp32_modules_strict")
+            ]
+            # A file with several models (text and vision) says in `_no_split_modules` whose block this is.
+            owners = [o for o in owners if cls.__name__ in (getattr(o, "_no_split_modules", None) or ())] or owners
+            if owners:
+                patterns = {p for owner in owners for p in owner.__dict__["_keep_in_fp32_modules_strict"]}
+                return [("", tuple(sorted(patterns)))]
+    return []
+
+
+def _nemo_layout_reason(model: nn.Module) -> IslandReason:
+    if not nemo_layout.has_nemo_layout(model):
+        return lambda fqn, tensor: None
+    island_prefixes = {
+        canonical_name(name): label for name, label in nemo_layout.named_island_modules(model, require_fp32=False)
+    }
+
+    def reason(fqn: str, tensor: torch.Tensor) -> str | None:
+        if is_adapter_name(fqn):
+            return None
+        parts = fqn.split(".")
+        for end in range(len(parts), -1, -1):
+            if (label := island_prefixes.get(".".join(parts[:end]))) is not None:
+                return f"NeMo layout {label!r}"
+        return None
+
+    return reason
+
+
+def short_dtype(dtype: torch.dtype) -> str:
+    """``torch.bfloat16`` as ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")

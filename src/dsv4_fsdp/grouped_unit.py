@@ -1,0 +1,303 @@
+"""The grouped unit: one ``fully_shard`` call, one parameter group per dtype.
+
+PyTorch's ``fully_shard`` puts all parameters of a unit into one group: one all-gather, one reduce-scatter, one dtype. A
+DeepSeek-V4 block mixes bf16 weights with fp32 islands, some of which are bare parameters that no inner unit can
+isolate. :func:`fully_shard` here is the same function with the same arguments, but the unit gets one *parameter group
+per (storage, compute, reduce) dtype*. Everything else is torch's: one pair of hooks, one mesh, no second process
+group, no change to the modules, the same state-dict keys.
+
+How: torch's ``fully_shard`` collects the parameters and hands them to an internal function that appends one group to
+the unit's state. We call that function once per dtype (see :mod:`dsv4_fsdp.torch_private`).
+
+On torch >= 2.15 ``MixedPrecisionPolicy.param_dtype_override_fn`` gives parameters of one group different compute
+dtypes, provided that they are stored and reduced alike (fp32 master weights); groups are then merged and the extra
+collectives go away. It cannot merge bf16 storage with fp32 storage, so bf16-stored models still need two groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, overload
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+from .contract import (
+    Contract,
+    IslandPredicate,
+    TensorRule,
+    build_contract,
+    check_names_match,
+    island_reason,
+    model_speaks,
+    short_dtype,
+)
+from .errors import ContractError, ShardingError, listing
+from .names import named_parameters_all
+from .torch_private import fsdp_state, grouping_hook, has_native_override, managed_parameters, require_grouped_units
+
+__all__ = ["ParameterGroup", "fully_shard", "group_rules"]
+
+_NARROW = frozenset({torch.bfloat16, torch.float16})
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters of one unit that share one all-gather and one reduce-scatter.
+
+    ``computes`` has one dtype, or two where torch's native override lets islands ride with their master-weight
+    siblings. ``reduce`` is ``None`` for parameters that have no gradient dtype (integers). ``indices`` are the places
+    of ``rules`` among the rules that were grouped.
+    """
+
+    storage: torch.dtype
+    computes: tuple[torch.dtype, ...]
+    reduce: torch.dtype | None
+    rules: tuple[TensorRule, ...]
+    indices: tuple[int, ...]
+
+
+def group_rules(rules: Iterable[TensorRule], *, native_override: bool | None = None) -> tuple[ParameterGroup, ...]:
+    """Sort the rules of one unit's parameters into parameter groups, in order of first appearance.
+
+    Args:
+        rules: one rule per parameter, in the order in which ``fully_shard`` meets them.
+        native_override: whether groups that differ in compute dtype alone may be merged; default: what this torch can.
+    """
+    merge = has_native_override() if native_override is None else native_override
+    groups: dict[tuple[Any, ...], list[tuple[int, TensorRule]]] = {}
+    for index, rule in enumerate(rules):
+        key: tuple[Any, ...] = rule.group_key
+        if merge and rule.storage == torch.float32:
+            # The override can only keep a parameter in its storage dtype, so fp32 storage is the one case that merges.
+            key = (rule.storage, rule.reduce)
+        groups.setdefault(key, []).append((index, rule))
+    return tuple(
+        ParameterGroup(
+            storage=members[0][1].storage,
+            computes=tuple(dict.fromkeys(rule.compute for _, rule in members)),
+            reduce=members[0][1].reduce,
+            rules=tuple(rule for _, rule in members),
+            indices=tuple(index for index, _ in members),
+        )
+        for members in groups.values()
+    )
+
+
+@overload
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    fp32_params: Contract | Iterable[str] | IslandPredicate | None = ...,
+    restore_fp32: bool = ...,
+    **torch_kwargs: Any,
+) -> FSDPModule: ...
+
+
+@overload
+def fully_shard(
+    module: list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    fp32_params: Contract | Iterable[str] | IslandPredicate | None = ...,
+    restore_fp32: bool = ...,
+    **torch_kwargs: Any,
+) -> list[FSDPModule]: ...
+
+
+def fully_shard(
+    module: nn.Module | list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - frozen, and torch's own defaults
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
+    ignored_params: set[nn.Parameter] | None = None,
+    fp32_params: Contract | Iterable[str] | IslandPredicate | None = None,
+    restore_fp32: bool = False,
+    **torch_kwargs: Any,
+) -> FSDPModule | list[FSDPModule]:
+    """torch's ``fully_shard``, with one parameter group per (storage, compute, reduce) dtype.
+
+    A drop-in: the arguments it shares with ``torch.distributed.fsdp.fully_shard`` mean what they mean there, later
+    torch arguments are passed on, and a unit without islands whose parameters are stored alike is exactly torch's.
+
+    Args:
+        module: the module to make a unit, or a list of modules that become one unit together.
+        mp_policy: what parameters that are no islands compute and reduce in. Islands always compute and reduce in fp32.
+            In a unit that holds islands ``cast_forward_inputs`` never casts to a dtype below fp32: such a unit has no
+            single input dtype, and a truncated RoPE table or residual would reach the islands. Inputs then arrive as
+            the caller made them, as in the unsharded model.
+        ignored_params: as in torch; islands among them are not this unit's business.
+        fp32_params: the islands. ``None``: what the module says itself (its Transformers class's
+            ``_keep_in_fp32_modules_strict``, or the NeMo AutoModel layout). A collection of names (matched at dot
+            boundaries) or a predicate ``(fqn, tensor) -> bool``, with names relative to ``module``: these as well; an
+            empty collection says that there are no others. A :class:`~dsv4_fsdp.contract.Contract`: these exactly.
+        restore_fp32: upcast islands that are stored below fp32, with a warning; the lost bits do not come back.
+
+    Returns:
+        ``module``, changed in place, as torch does.
+
+    Raises:
+        ContractError: an island is stored below fp32, or ``fp32_params`` matches nothing in ``module``.
+        ShardingError: the parameters' dtypes are mixed and nothing says which fp32 ones are islands, or a parameter is
+            already part of another unit. torch raises the latter at the first forward, and the former never.
+        UnsupportedTorch: this torch's FSDP2 cannot hold several parameter groups (torch < 2.12).
+    """
+    require_grouped_units()
+    modules = [module] if isinstance(module, nn.Module) else list(module)
+    managed = managed_parameters(modules, ignored_params)
+    names = _first_names(modules)
+    _refuse_shared_parameters(managed, names)
+    contract = _contract_of_unit(modules, managed, mp_policy, fp32_params, restore_fp32)
+    rules = {id(param): rule for param in managed if (rule := contract.rule_of(param)) is not None}
+    if unknown := [names[id(param)] for param in managed if id(param) not in rules]:
+        raise ContractError(
+            "the contract given as fp32_params does not cover this unit.\n"
+            f"expected: a contract made of the model that holds {_describe(modules)}\n"
+            f"got: one that says nothing of\n{listing(unknown)}\n"
+            "what to do: make it with contract_of(model) after every change to the model's parameters, before sharding."
+        )
+
+    if any(rule.island for rule in rules.values()) and mp_policy.param_dtype in _NARROW:
+        mp_policy = replace(mp_policy, cast_forward_inputs=False)
+
+    def one_group_per_dtype(original: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        state, params, *rest = args
+        for group in group_rules(rules[id(param)] for param in params):
+            members = [params[index] for index in group.indices]
+            # rest: modules, mesh_info, post_forward_mesh_info, device, shard_placement_fn, mp_policy, offload_policy
+            group_args = [*rest[:5], _group_policy(mp_policy, group, members), *rest[6:]]
+            original(state, members, *group_args, **kwargs)
+
+    with grouping_hook(one_group_per_dtype):
+        sharded = torch_fully_shard(
+            module,
+            mesh=mesh,
+            reshard_after_forward=reshard_after_forward,
+            shard_placement_fn=shard_placement_fn,
+            mp_policy=mp_policy,
+            offload_policy=offload_policy,
+            ignored_params=ignored_params,
+            **torch_kwargs,
+        )
+    for param in managed:
+        param._dsv4_fsdp_managed = True  # type: ignore[attr-defined]
+    return sharded
+
+
+def _contract_of_unit(
+    modules: list[nn.Module],
+    managed: list[nn.Parameter],
+    mp_policy: MixedPrecisionPolicy,
+    fp32_params: Contract | Iterable[str] | IslandPredicate | None,
+    restore_fp32: bool,
+) -> Contract:
+    """The contract over the parameters that the unit manages, with names relative to its modules."""
+    if isinstance(fp32_params, Contract):
+        return fp32_params
+    said: Iterable[str] | IslandPredicate = () if fp32_params is None else fp32_params
+    if not callable(said):
+        said = said if isinstance(said, str) else tuple(said)
+        # Names of inner units and of ignored parameters count as found: the same list may be given to every unit.
+        check_names_match(said, [name for module in modules for name, _ in named_parameters_all(module)], every=False)
+    if fp32_params is None and not any(model_speaks(module) for module in modules):
+        _refuse_ambiguous_dtypes(modules, managed, mp_policy)
+    managed_ids = {id(param) for param in managed}
+    reasons = {id(module): island_reason(module, said) for module in modules}
+    tensors, reason_of = [], {}
+    for module in modules:
+        for name, param in named_parameters_all(module):
+            if id(param) in managed_ids:
+                tensors.append(("parameter", name, param))
+                reason_of[name, id(param)] = reasons[id(module)]
+    return build_contract(
+        tensors,
+        mp_policy=mp_policy,
+        island_reason=lambda name, tensor: reason_of[name, id(tensor)](name, tensor),
+        restore_fp32=restore_fp32,
+    )
+
+
+def _group_policy(
+    mp_policy: MixedPrecisionPolicy, group: ParameterGroup, members: list[nn.Parameter]
+) -> MixedPrecisionPolicy:
+    """The policy that makes torch treat ``group`` as its rules say, whatever this torch derives from ``None``."""
+    changes: dict[str, Any] = {"param_dtype": group.computes[0], "reduce_dtype": group.reduce}
+    if len(group.computes) > 1:
+        compute_of = {id(param): rule.compute for param, rule in zip(members, group.rules, strict=True)}
+        changes["param_dtype"] = next(dtype for dtype in group.computes if dtype != group.storage)
+        changes["param_dtype_override_fn"] = lambda param: compute_of[id(param)]
+    elif has_native_override():
+        changes["param_dtype_override_fn"] = None  # what the caller's said is in the rules already
+    return replace(mp_policy, **changes)
+
+
+def _refuse_ambiguous_dtypes(
+    modules: list[nn.Module], managed: list[nn.Parameter], mp_policy: MixedPrecisionPolicy
+) -> None:
+    floating = {param.dtype for param in managed if param.is_floating_point()}
+    if len(floating) < 2 or torch.float32 not in floating or mp_policy.param_dtype not in _NARROW:
+        return
+    names = _first_names(modules)
+    in_fp32 = [names[id(param)] for param in managed if param.dtype == torch.float32]
+    raise ShardingError(
+        "parameters of different dtypes in one unit, and nothing says what the fp32 ones are.\n"
+        f"expected: fp32_params, or a model class that lists its fp32 parameters\n"
+        f"got: storage {', '.join(sorted(short_dtype(dtype) for dtype in floating))} under a policy that computes in "
+        f"{short_dtype(mp_policy.param_dtype)}; stored in float32:\n{listing(in_fp32)}\n"
+        f"where: {_describe(modules)}\n"
+        "what to do: pass fp32_params=[...] with the names that must compute in fp32, or fp32_params=[] if all of them "
+        f"are master weights or adapters that may compute in {short_dtype(mp_policy.param_dtype)}."
+    )
+
+
+def _refuse_shared_parameters(managed: list[nn.Parameter], names: dict[int, str]) -> None:
+    """Tied parameters in two units: torch >= 2.13 raises at the first forward, older ones silently untie."""
+    shared = [names[id(param)] for param in managed if _is_managed_elsewhere(param)]
+    if shared:
+        raise ShardingError(
+            "a parameter of this unit is tied to one that another unit already shards.\n"
+            "expected: all names of a tied parameter in one unit\n"
+            f"got, already sharded under another name:\n{listing(shared)}\n"
+            "what to do: shard both owners as one unit, fully_shard([embedding, head]), or leave both to the root unit."
+        )
+
+
+def _is_managed_elsewhere(param: nn.Parameter) -> bool:
+    # `_fsdp_orig_uid` is torch's own mark (>= 2.13), so units made by stock `fully_shard` count too.
+    return hasattr(param, "_dsv4_fsdp_managed") or hasattr(param, "_fsdp_orig_uid")
+
+
+def _first_names(modules: list[nn.Module]) -> dict[int, str]:
+    names: dict[int, str] = {}
+    for module in modules:
+        for name, param in named_parameters_all(module):
+            names.setdefault(id(param), name)
+    return names
+
+
+def _describe(modules: list[nn.Module]) -> str:
+    kinds = ", ".join(type(module).__name__ for module in modules)
+    return kinds if len(modules) == 1 else f"[{kinds}]"
+
+
+def is_unit(module: nn.Module) -> bool:
+    """Whether ``module`` is already a unit (or one of the modules of a list unit)."""
+    return fsdp_state(module) is not None

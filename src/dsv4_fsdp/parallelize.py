@@ -1,0 +1,132 @@
+"""Shard a whole model: the story of one DeepSeek-V4 under FSDP2, top to bottom in one function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+
+from .alignment import freeze_indexers, tie_compressors
+from .audit import differences, read_back
+from .contract import IslandPredicate, contract_of, default_mp_policy
+from .fsdp import fully_shard_deepseek_v4
+from .grouped_unit import fully_shard
+from .names import canonical_name
+from .plan import IslandUnits, ShardingPlan, UnitPlan, plan_sharding
+
+__all__ = ["parallelize"]
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    island_units: IslandUnits = "grouped",
+    reshard_after_forward: bool | int = True,
+    offload_policy: OffloadPolicy | None = None,
+    activation_checkpointing: bool = False,
+    fp32_params: Iterable[str] | IslandPredicate = (),
+    restore_fp32: bool = False,
+    freeze_indexer: bool = True,
+) -> ShardingPlan:
+    """Shard ``model`` in place: embedding, blocks, head and root, its fp32 islands intact; return the plan applied.
+
+    Works on Transformers' and NeMo AutoModel's DeepSeek-V4 and on any Transformers model that lists its fp32 parameters
+    in ``_keep_in_fp32_modules_strict``. Call it on every rank, with the same model, before making the optimizer.
+
+    Args:
+        model: the unsharded model, on the mesh's device or on the meta device (materialise and load afterwards).
+        mesh: one axis (FSDP), or two as (replicate, shard) (HSDP).
+        mp_policy: default ``MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32)``. Islands are fp32
+            whatever it says. Its ``output_dtype`` applies to the root only.
+        island_units: ``"grouped"``: one unit per block, one parameter group per dtype. ``"nested"``: each island module
+            is a unit of its own (NeMo AutoModel's layout only, more collectives).
+        reshard_after_forward: for embedding and blocks, as in ``fully_shard``.
+        offload_policy: as in ``fully_shard``.
+        activation_checkpointing: recompute each block in backward (non-reentrant). Parameter names then contain
+            ``_checkpoint_wrapped_module``; state dicts do not.
+        fp32_params: further islands, see :func:`~dsv4_fsdp.contract.contract_of`.
+        restore_fp32: upcast islands that are stored below fp32; lost bits do not come back.
+        freeze_indexer: freeze the Lightning Indexers, which get no gradient (a log message says so).
+
+    Raises:
+        ContractError: an island is stored below fp32, or ``fp32_params`` matches nothing.
+        ShardingError: no blocks found, an impossible mesh, tied parameters in two units, nested units asked for where
+            islands are bare parameters.
+        UnsupportedTorch: torch < 2.12.
+    """
+    policy = default_mp_policy() if mp_policy is None else mp_policy
+    contract = contract_of(model, mp_policy=policy, fp32_params=fp32_params, restore_fp32=restore_fp32)
+    plan = plan_sharding(
+        model,
+        mesh_shape=tuple(mesh.shape),
+        mp_policy=policy,
+        island_units=island_units,
+        reshard_after_forward=reshard_after_forward,
+        activation_checkpointing=activation_checkpointing,
+        freeze_indexer=freeze_indexer,
+        contract=contract,
+    )
+
+    if freeze_indexer:
+        freeze_indexers(model)
+    if island_units == "grouped":
+        tie_compressors(model)
+    if activation_checkpointing:
+        _checkpoint_blocks(model, plan)
+
+    modules = {canonical_name(name): module for name, module in model.named_modules()}
+    common: dict[str, Any] = {} if offload_policy is None else {"offload_policy": offload_policy}
+    inner_policy = MixedPrecisionPolicy(param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype)
+    units: list[tuple[UnitPlan, FSDPModule]] = []
+    for unit in plan.units:
+        if unit.role == "island":
+            continue  # made by the nested call on the block around it
+        module = modules[unit.fqn]
+        kwargs = {**common, "mesh": mesh, "mp_policy": policy if unit.role == "root" else inner_policy}
+        if unit.reshard_after_forward is not None:
+            kwargs["reshard_after_forward"] = unit.reshard_after_forward
+        if unit.cast_inputs_to == "float32":
+            kwargs["mp_policy"] = _fp32_policy()
+        if island_units == "nested" and unit.role in ("block", "root"):
+            fully_shard_deepseek_v4(module, **kwargs, island_units="nested")
+        else:
+            fully_shard(module, **kwargs, fp32_params=contract)
+        assert isinstance(module, FSDPModule)
+        if not unit.unshard_in_backward:
+            module.set_unshard_in_backward(False)
+        units.append((unit, module))
+
+    _prefetch_forward(units)
+    wrong = differences(read_back(model, plan), plan)
+    assert not wrong, "fully_shard built something other than the plan: " + "; ".join(wrong[:5])
+    return plan
+
+
+def _fp32_policy() -> MixedPrecisionPolicy:
+    return MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=True)
+
+
+def _checkpoint_blocks(model: nn.Module, plan: ShardingPlan) -> None:
+    """Wrap each block for recomputation. Inside the unit, so that recomputing needs no gather of its own."""
+    for unit in plan.units:
+        if unit.role == "block":
+            parent_name, _, child_name = unit.fqn.rpartition(".")
+            parent = model.get_submodule(parent_name)
+            block = model.get_submodule(unit.fqn)
+            # Containers (ModuleList, ModuleDict) and plain modules alike keep their children by name.
+            parent.register_module(child_name, checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT))
+
+
+def _prefetch_forward(units: list[tuple[UnitPlan, FSDPModule]]) -> None:
+    """While one unit computes, the gathers of the next are in flight: all of its parameter groups, in running order."""
+    running = [module for unit, module in units if unit.role != "root"]
+    for current, following in pairwise(running):
+        current.set_modules_to_forward_prefetch([following])

@@ -1,0 +1,339 @@
+"""The sharding plan: which units there are, what is in them, and what they cost per step. Pure, printable, hashable.
+
+A plan is made from an unsharded model (on the meta device if you like) and a mesh *shape*; it needs no process group
+and no device. :func:`dsv4_fsdp.parallelize` applies exactly this object, the trainer compares its hash across ranks
+before the first collective, and :mod:`dsv4_fsdp.audit` compares it with what ``fully_shard`` really built.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from . import nemo_layout
+from .alignment import indexer_parameters
+from .contract import Contract, IslandPredicate, contract_of, default_mp_policy, short_dtype
+from .errors import ShardingError
+from .grouped_unit import group_rules
+from .model_layout import layout_of
+from .names import canonical_name
+
+__all__ = ["GroupPlan", "IslandUnits", "ParamPlan", "ShardingPlan", "UnitPlan", "plan_sharding"]
+
+IslandUnits = Literal["grouped", "nested"]
+
+
+@dataclass(frozen=True)
+class ParamPlan:
+    """One parameter: canonical name, unsharded shape, compute dtype, and what the contract says of it."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    compute: str
+    island: bool
+    trainable: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """One parameter group: dtypes (by name, such as ``"bfloat16"``), parameters, and bytes with padding.
+
+    ``shard_bytes`` is what one rank stores. ``all_gather_bytes`` is the size of one all-gather's output,
+    ``reduce_scatter_bytes`` that of one reduce-scatter's input (0 if nothing is trainable).
+    """
+
+    storage: str
+    reduce: str | None
+    params: tuple[ParamPlan, ...]
+    shard_bytes: int
+    all_gather_bytes: int
+    reduce_scatter_bytes: int
+
+    @property
+    def computes(self) -> tuple[str, ...]:
+        """The compute dtypes in the group; more than one only with torch's native override."""
+        return tuple(dict.fromkeys(param.compute for param in self.params))
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters, unsharded, without padding."""
+        return sum(math.prod(param.shape) for param in self.params)
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """One ``fully_shard`` call.
+
+    Attributes:
+        fqn: canonical name of the module, ``""`` for the root.
+        role: ``"embedding"``, ``"block"``, ``"head"``, ``"root"``, or ``"island"`` (nested units).
+        reshard_after_forward: as in ``fully_shard``; ``None`` leaves the root to torch (kept unsharded).
+        unshard_in_backward: ``False`` where backward does not read the weights (an embedding).
+        cast_inputs_to: dtype name the unit casts its floating inputs to, or ``None`` for no cast.
+        groups: its parameter groups.
+    """
+
+    fqn: str
+    role: str
+    reshard_after_forward: bool | int | None
+    unshard_in_backward: bool
+    cast_inputs_to: str | None
+    groups: tuple[GroupPlan, ...]
+
+    @property
+    def gathers_in_backward(self) -> bool:
+        """Whether the unit's weights were freed after forward and are needed again."""
+        return bool(self.reshard_after_forward) and self.unshard_in_backward
+
+
+@dataclass(frozen=True)
+class ShardingPlan:
+    """The units in the order in which they are applied: embedding, blocks, head, root.
+
+    Attributes:
+        mesh_shape: ``(shard,)`` or ``(replicate, shard)``.
+        island_units: ``"grouped"`` or ``"nested"``.
+        activation_checkpointing: whether each block is recomputed in backward.
+        frozen_fqns: parameters that applying the plan freezes (the Lightning Indexer's).
+    """
+
+    mesh_shape: tuple[int, ...]
+    island_units: str
+    activation_checkpointing: bool
+    frozen_fqns: tuple[str, ...]
+    units: tuple[UnitPlan, ...]
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 over everything in the plan, hex. Equal on all ranks, or the ranks would build different
+        collectives."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """The plan as JSON with sorted keys."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    def collectives_per_step(self, *, micro_batches: int = 1) -> dict[str, int]:
+        """How many collectives one optimizer step issues for parameters and gradients, by kind.
+
+        Each micro-batch gathers and reduces. Nothing is counted on a mesh axis of size 1, where torch copies instead.
+        Activation checkpointing adds none: the recomputation runs while the unit is gathered for backward.
+        """
+        shard = self.mesh_shape[-1]
+        replicate = self.mesh_shape[0] if len(self.mesh_shape) == 2 else 1
+        gathers = reduces = 0
+        for unit in self.units:
+            gathers += len(unit.groups) * (1 + unit.gathers_in_backward)
+            reduces += sum(1 for group in unit.groups if group.reduce_scatter_bytes)
+        return {
+            "all_gather": micro_batches * gathers * (shard > 1),
+            "reduce_scatter": micro_batches * reduces * (shard > 1),
+            "all_reduce": micro_batches * reduces * (replicate > 1),
+        }
+
+    def table(self) -> str:
+        """The plan as text, at most 100 columns: one line per kind of unit and group, then the totals per rank."""
+        lines = [f"{'unit':<34}{'group: storage / compute / reduce':<38}{'params':>9}{'MiB/rank':>10}{'gathers':>9}"]
+        for label, unit in _equal_units_together(self.units):
+            for index, group in enumerate(unit.groups):
+                dtypes = f"{group.storage} / {'+'.join(group.computes)} / {group.reduce or '-'}"
+                params = sum(math.prod(param.shape) for param in group.params)
+                lines.append(
+                    f"{label if index == 0 else '':<34}{dtypes:<38}{_count(params):>9}"
+                    f"{group.shard_bytes / 2**20:>10.2f}{1 + unit.gathers_in_backward:>9}"
+                )
+        total = sum(group.shard_bytes for unit in self.units for group in unit.groups)
+        islands = sum(param.island for unit in self.units for group in unit.groups for param in group.params)
+        counts = ", ".join(f"{n} {kind}" for kind, n in self.collectives_per_step().items() if n) or "none"
+        lines += [
+            f"mesh {'x'.join(map(str, self.mesh_shape))}, {len(self.units)} units, {islands} fp32 islands",
+            f"parameters per rank: {total / 2**20:.2f} MiB",
+            f"collectives per step: {counts}",
+            f"hash {self.hash[:16]}",
+        ]
+        return "\n".join(lines)
+
+
+def plan_sharding(
+    model: nn.Module,
+    *,
+    mesh_shape: tuple[int, ...],
+    mp_policy: MixedPrecisionPolicy | None = None,
+    island_units: IslandUnits = "grouped",
+    reshard_after_forward: bool | int = True,
+    activation_checkpointing: bool = False,
+    fp32_params: Iterable[str] | IslandPredicate = (),
+    freeze_indexer: bool = True,
+    contract: Contract | None = None,
+) -> ShardingPlan:
+    """Plan the units of a whole model; changes nothing and needs no process group.
+
+    Args:
+        model: the unsharded model (meta device allowed).
+        mesh_shape: ``(shard,)``, or ``(replicate, shard)`` for HSDP.
+        contract: the model's contract if it is made already; then ``fp32_params`` must be empty.
+        others: see :func:`dsv4_fsdp.parallelize`.
+
+    Raises:
+        ContractError: see :func:`~dsv4_fsdp.contract.contract_of`.
+        ShardingError: no blocks found, an impossible mesh shape, or nested units asked for where islands are bare
+            parameters.
+    """
+    if len(mesh_shape) not in (1, 2) or any(size < 1 for size in mesh_shape):
+        raise ShardingError(
+            "a mesh of one axis (shard) or two (replicate, shard) is expected.\n"
+            f"got: shape {mesh_shape}\nwhat to do: pass a sub-mesh of your mesh, such as mesh['replicate', 'shard']."
+        )
+    policy = default_mp_policy() if mp_policy is None else mp_policy
+    rules = contract or contract_of(model, mp_policy=policy, fp32_params=fp32_params)
+    layout = layout_of(model)
+    frozen = indexer_parameters(model) if freeze_indexer else {}
+    frozen_ids = {id(param) for param in frozen.values()}
+    planner = _Planner(model, rules, mesh_shape[-1], frozen_ids)
+
+    units: list[UnitPlan] = []
+
+    def add(name: str, role: str, reshard: bool | int | None, *, unshard_in_backward: bool = True) -> None:
+        if island_units == "nested" and role in ("block", "root"):
+            units.extend(planner.island_units(name, reshard))
+        cast_inputs_to = "float32" if role == "head" and layout.head_needs_fp32_input else None
+        groups = planner.groups_inside(name)
+        if groups or role == "root":
+            units.append(UnitPlan(canonical_name(name), role, reshard, unshard_in_backward, cast_inputs_to, groups))
+
+    if island_units == "nested":
+        _refuse_bare_islands(model, rules)
+    if layout.embedding is not None:
+        # The gradient of an embedding does not read its weight, so backward need not gather it.
+        add(layout.embedding, "embedding", reshard_after_forward, unshard_in_backward=False)
+    for block in layout.blocks:
+        add(block, "block", reshard_after_forward)
+    if layout.head is not None:
+        # Backward starts here: freeing the head after forward would only gather it again at once.
+        add(layout.head, "head", False)
+    add("", "root", None)
+    return ShardingPlan(
+        mesh_shape=tuple(mesh_shape),
+        island_units=island_units,
+        activation_checkpointing=activation_checkpointing,
+        frozen_fqns=tuple(name for name, param in frozen.items() if param.requires_grad),
+        units=tuple(units),
+    )
+
+
+class _Planner:
+    """Hands each parameter of the model to the first unit that asks for it, as ``fully_shard`` does bottom-up."""
+
+    def __init__(self, model: nn.Module, contract: Contract, shard_size: int, frozen_ids: set[int]) -> None:
+        self._model = model
+        self._contract = contract
+        self._shard_size = shard_size
+        self._frozen_ids = frozen_ids
+        self._taken: set[int] = set()
+
+    def groups_inside(self, module_name: str) -> tuple[GroupPlan, ...]:
+        params = []
+        # `fully_shard` walks children before their parent, and each module's own parameters in order.
+        for module in _post_order(self._model.get_submodule(module_name)):
+            for param in module.parameters(recurse=False):
+                if id(param) not in self._taken:
+                    self._taken.add(id(param))
+                    params.append(param)
+        rules = [self._contract.rule_of(param) for param in params]
+        assert all(rule is not None for rule in rules), "the contract was made of another model"
+        return tuple(
+            self._group(group.storage, group.reduce, [(params[index], rules[index]) for index in group.indices])
+            for group in group_rules(rule for rule in rules if rule is not None)
+        )
+
+    def island_units(self, module_name: str, reshard: bool | int | None) -> list[UnitPlan]:
+        units = []
+        root = self._model.get_submodule(module_name)
+        for island in nemo_layout.iter_island_modules(root):
+            full_name = f"{module_name}.{island.fqn}" if module_name else island.fqn
+            if island.module is not root and (groups := self.groups_inside(full_name)):
+                # A holder hands out the parameter itself, so it must stay gathered after its forward.
+                holder = nemo_layout.has_class_name(
+                    nemo_layout.unwrap(island.module), nemo_layout.RETURNED_FP32_PARAMETER_CLASS_NAMES
+                )
+                units.append(UnitPlan(full_name, "island", False if holder else reshard, True, "float32", groups))
+        return units
+
+    def _group(self, storage: torch.dtype, reduce: torch.dtype | None, members: list[tuple[Any, Any]]) -> GroupPlan:
+        params, shard_bytes, gathered, reduced = [], 0, 0, 0
+        for param, rule in members:
+            trainable = param.requires_grad and id(param) not in self._frozen_ids
+            rows = math.ceil(param.shape[0] / self._shard_size)
+            padded_shard_numel = rows * math.prod(param.shape[1:])
+            shard_bytes += padded_shard_numel * storage.itemsize
+            gathered += padded_shard_numel * self._shard_size * rule.compute.itemsize
+            if trainable and reduce is not None:
+                reduced += padded_shard_numel * self._shard_size * reduce.itemsize
+            params.append(
+                ParamPlan(rule.fqn, tuple(param.shape), short_dtype(rule.compute), rule.island, trainable, rule.reason)
+            )
+        reduce_name = None if reduce is None else short_dtype(reduce)
+        return GroupPlan(short_dtype(storage), reduce_name, tuple(params), shard_bytes, gathered, reduced)
+
+
+def _post_order(module: nn.Module) -> list[nn.Module]:
+    seen: set[nn.Module] = set()
+    order: list[nn.Module] = []
+
+    def visit(current: nn.Module) -> None:
+        seen.add(current)
+        for child in current.children():
+            if child not in seen:
+                visit(child)
+        order.append(current)
+
+    visit(module)
+    return order
+
+
+def _refuse_bare_islands(model: nn.Module, contract: Contract) -> None:
+    inside = {
+        id(param)
+        for name, _ in nemo_layout.named_island_modules(model)
+        for param in model.get_submodule(name).parameters()
+    }
+    bare = [
+        rule.fqn
+        for param in model.parameters()
+        if (rule := contract.rule_of(param)) is not None and rule.island and id(param) not in inside
+    ]
+    if bare:
+        raise ShardingError(
+            "nested units were asked for, but an island is no module of the NeMo AutoModel layout.\n"
+            "expected: each island inside a module that consists of islands only\n"
+            f"got: {len(bare)} such parameters, the first of them {', '.join(bare[:4])}\n"
+            'what to do: use island_units="grouped", which isolates bare parameters too.'
+        )
+
+
+def _equal_units_together(units: tuple[UnitPlan, ...]) -> list[tuple[str, UnitPlan]]:
+    """Units that differ in their names only, as one entry with a count, in order of first appearance."""
+    alike: dict[Any, list[UnitPlan]] = {}
+    for unit in units:
+        groups = tuple((g.storage, g.computes, g.reduce, g.numel) for g in unit.groups)
+        alike.setdefault((unit.role, unit.reshard_after_forward, groups), []).append(unit)
+    return [
+        ((members[0].fqn or "(root)") + (f" (x{len(members)})" if len(members) > 1 else ""), members[0])
+        for members in alike.values()
+    ]
+
+
+def _count(number: int) -> str:
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if number >= size:
+            return f"{number / size:.2f}{unit}"
+    return str(number)

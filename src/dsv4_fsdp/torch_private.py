@@ -1,0 +1,122 @@
+"""Every private torch name that this package uses, in one place.
+
+Checked on torch 2.12.1, 2.13.0, 2.14.1 and 2.15.0; ``tests/test_torch_private.py`` imports each name and compares the
+signatures that the engine relies on, so a torch that moved one fails there and not in somebody's training run.
+
+What the engine stands on: since torch 2.12 an FSDP2 state holds a *list* of parameter groups
+(``FSDPState._fsdp_param_groups``), and ``fully_shard`` fills it through the module-level function
+``_init_param_group``, which appends. Upstream uses this for per-parameter meshes; we use it for one group per dtype.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from .errors import UnsupportedTorch
+
+__all__ = [
+    "CHECKED_TORCH_VERSIONS",
+    "fsdp_state",
+    "grouping_hook",
+    "has_native_override",
+    "managed_parameters",
+    "require_grouped_units",
+]
+
+CHECKED_TORCH_VERSIONS = ("2.12.1", "2.13.0", "2.14.1", "2.15.0")
+
+# The parameters of `_init_param_group` that the engine passes on, in order, on every checked version.
+_INIT_PARAM_GROUP_PARAMETERS = (
+    "state",
+    "params",
+    "modules",
+    "mesh_info",
+    "post_forward_mesh_info",
+    "device",
+    "shard_placement_fn",
+    "mp_policy",
+    "offload_policy",
+    "reshard_after_forward",
+)
+
+# One `fully_shard` call at a time may have the module-level function replaced.
+_patch_lock = threading.RLock()
+
+
+def _fully_shard_module() -> Any:
+    return importlib.import_module("torch.distributed.fsdp._fully_shard._fully_shard")
+
+
+def _init_module() -> Any:
+    return importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_init")
+
+
+def require_grouped_units() -> None:
+    """Raise :class:`UnsupportedTorch` unless this torch's FSDP2 state can hold several parameter groups.
+
+    Found by looking at the functions, not at the version: nightly builds and vendor builds count too.
+    """
+    try:
+        found = tuple(inspect.signature(_fully_shard_module()._init_param_group).parameters)
+    except (ImportError, AttributeError):
+        found = ()
+    if found[: len(_INIT_PARAM_GROUP_PARAMETERS)] != _INIT_PARAM_GROUP_PARAMETERS:
+        raise UnsupportedTorch(
+            "dsv4-fsdp needs an FSDP2 whose units can hold several parameter groups.\n"
+            f"expected: torch >= 2.12 (checked on {', '.join(CHECKED_TORCH_VERSIONS)})\n"
+            f"got: torch {torch.__version__}, whose FSDP2 "
+            + ("has no `_init_param_group`" if not found else f"has `_init_param_group({', '.join(found)})`")
+            + "\nwhat to do: install one of the versions above; if yours is newer, please report it."
+        )
+
+
+def has_native_override() -> bool:
+    """Whether ``MixedPrecisionPolicy`` has ``param_dtype_override_fn`` (torch >= 2.15)."""
+    return "param_dtype_override_fn" in {field.name for field in fields(MixedPrecisionPolicy)}
+
+
+def fsdp_state(module: nn.Module) -> Any | None:
+    """The FSDP2 state of the unit whose forward hooks ``module`` carries, or ``None`` if it is no unit."""
+    state_module = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_state")
+    return state_module._get_module_fsdp_state(module)
+
+
+def managed_parameters(modules: Sequence[nn.Module], ignored_params: set[nn.Parameter] | None) -> list[nn.Parameter]:
+    """The parameters that ``fully_shard(list(modules))`` would put into a unit, in its order; changes nothing.
+
+    That is each parameter of ``modules`` that is not ignored and not inside an inner unit, once.
+    """
+    init = _init_module()
+    managed_modules = init._get_managed_modules(tuple(modules), ignored_params)
+    params, _ = init._get_managed_states(managed_modules, ignored_params)
+    return list(params)
+
+
+@contextmanager
+def grouping_hook(hook: Callable[[Callable[..., None], tuple[Any, ...], dict[str, Any]], None]) -> Iterator[None]:
+    """Within the context, ``fully_shard`` calls ``hook(original, args, kwargs)`` in place of ``_init_param_group``.
+
+    The patch is process-wide, so it is held under a lock, and restored on any exit.
+    """
+    module = _fully_shard_module()
+    with _patch_lock:
+        original = module._init_param_group
+
+        def replacement(*args: Any, **kwargs: Any) -> None:
+            hook(original, args, kwargs)
+
+        module._init_param_group = replacement
+        try:
+            yield
+        finally:
+            module._init_param_group = original
