@@ -136,7 +136,9 @@ def precision_table(rows: Iterable[LiveTensor], *, columns: int = 100) -> str:
     """
     counts: dict[tuple[str, ...], int] = {}
     for row in rows:
-        reason = f"island: {row.reason}" if row.island else row.reason
+        # Which entry of a list matched is in the rows; the table says which list.
+        reason = row.reason.partition(" '")[0]
+        reason = f"island: {reason}" if row.island else reason
         dtypes = (_brief(row.storage), _brief(row.compute), "-" if row.reduce is None else _brief(row.reduce))
         key = (pattern_name(row.fqn), *dtypes, reason)
         counts[key] = counts.get(key, 0) + 1
