@@ -1,8 +1,8 @@
 """``dsv4_fsdp.fsdp`` has NeMo AutoModel's interface: its names, signatures and tables, and makes the same units.
 
 nemo-automodel 0.7.0 is the black box: its function and ours shard the same module with a recorder in place of
-``fully_shard``. Its ``DeepseekV4FSDPKwargs`` and its lists came after 0.7.0; for these the API page of the later version
-is the source.
+``fully_shard``. Its ``DeepseekV4FSDPKwargs`` and its lists came after 0.7.0; for these the API page of the later
+version is the source.
 """
 
 from __future__ import annotations
