@@ -11,8 +11,11 @@ from .errors import Dsv4FsdpError as Dsv4FsdpError
 from .errors import ShardingError as ShardingError
 from .errors import UnsupportedTorch as UnsupportedTorch
 from .grouped_unit import fully_shard as fully_shard
+from .materialize import materialize as materialize
+from .materialize import refuse_uninitialized as refuse_uninitialized
 from .parallelize import parallelize as parallelize
 from .plan import ShardingPlan as ShardingPlan
 from .plan import plan_sharding as plan_sharding
+from .probe import probe_gradients as probe_gradients
 
 __version__ = "0.1.0"

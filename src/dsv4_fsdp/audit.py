@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from .contract import island_reason, short_dtype
 from .names import canonical_name, pattern_name
 from .plan import ShardingPlan
-from .torch_private import fsdp_state
+from .torch_private import parameter_groups, reduce_dtype
 
 __all__ = ["LiveTensor", "differences", "precision_table", "read_back"]
 
@@ -85,17 +85,16 @@ def read_back(model: nn.Module, plan: ShardingPlan | None = None) -> list[LiveTe
 def _homes(model: nn.Module) -> dict[int, tuple[str, int, torch.dtype, torch.dtype | None]]:
     """id of sharded parameter -> (unit, group index, compute dtype, reduce dtype)."""
     homes: dict[int, tuple[str, int, torch.dtype, torch.dtype | None]] = {}
-    for name, module in model.named_modules():
-        state = fsdp_state(module)
-        if state is None or state._modules[0] is not module:
-            continue
-        for index, group in enumerate(state._fsdp_param_groups):
-            for fsdp_param in group.fsdp_params:
-                storage = fsdp_param.sharded_param.dtype
-                policy = fsdp_param.mp_policy
-                compute = (policy.param_dtype or storage) if storage.is_floating_point else storage
-                reduce = (policy.reduce_dtype or compute) if storage.is_floating_point else None
-                homes[id(fsdp_param.sharded_param)] = (canonical_name(name), index, compute, reduce)
+    num_groups: dict[str, int] = {}
+    for name, group in parameter_groups(model):
+        index = num_groups.get(name, 0)
+        num_groups[name] = index + 1
+        for fsdp_param in group.fsdp_params:
+            storage = fsdp_param.sharded_param.dtype
+            policy = fsdp_param.mp_policy
+            compute = (policy.param_dtype or storage) if storage.is_floating_point else storage
+            reduce = reduce_dtype(policy, storage, compute) if storage.is_floating_point else None
+            homes[id(fsdp_param.sharded_param)] = (canonical_name(name), index, compute, reduce)
     return homes
 
 

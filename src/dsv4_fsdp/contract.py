@@ -33,7 +33,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from . import nemo_layout
 from .errors import ContractError, listing
 from .names import canonical_name, is_adapter_name, matches_components, named_parameters_all
-from .torch_private import has_native_override
+from .torch_private import reduce_dtype
 
 __all__ = ["Contract", "FP32Params", "IslandPredicate", "TensorRule", "contract_of", "default_mp_policy"]
 
@@ -201,10 +201,10 @@ def _rule(
         return TensorRule(name, kind, storage, storage, None, False, "buffer, kept as built")
     if not storage.is_floating_point:
         return TensorRule(name, kind, storage, storage, None, False, "not floating point, never cast")
-    # torch >= 2.15 lets the caller's policy speak per parameter, and reduces in the storage dtype if nothing is said.
+    # torch >= 2.15 lets the caller's policy speak per parameter.
     override = getattr(mp_policy, "param_dtype_override_fn", None)
     compute = (override(tensor) if override is not None else None) or mp_policy.param_dtype or storage
-    reduce = mp_policy.reduce_dtype or (storage if has_native_override() else compute)
+    reduce = reduce_dtype(mp_policy, storage, compute)
     if storage == compute:
         reason = "mixed-precision policy"
     elif is_adapter_name(name):

@@ -30,7 +30,10 @@ __all__ = [
     "grouping_hook",
     "has_native_override",
     "managed_parameters",
+    "parameter_groups",
+    "reduce_dtype",
     "require_grouped_units",
+    "unreduced_gradient",
 ]
 
 CHECKED_TORCH_VERSIONS = ("2.12.1", "2.13.0", "2.14.1", "2.15.0")
@@ -85,6 +88,12 @@ def has_native_override() -> bool:
     return "param_dtype_override_fn" in {field.name for field in fields(MixedPrecisionPolicy)}
 
 
+def reduce_dtype(mp_policy: MixedPrecisionPolicy, storage: torch.dtype, compute: torch.dtype) -> torch.dtype:
+    """The dtype in which this torch reduces gradients under ``mp_policy``: what it says, else the storage dtype on
+    torch >= 2.15 and the compute dtype before."""
+    return mp_policy.reduce_dtype or (storage if has_native_override() else compute)
+
+
 def fsdp_state(module: nn.Module) -> Any | None:
     """The FSDP2 state of the unit whose forward hooks ``module`` carries, or ``None`` if it is no unit."""
     state_module = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_state")
@@ -100,6 +109,25 @@ def managed_parameters(modules: Sequence[nn.Module], ignored_params: set[nn.Para
     managed_modules = init._get_managed_modules(tuple(modules), ignored_params)
     params, _ = init._get_managed_states(managed_modules, ignored_params)
     return list(params)
+
+
+def parameter_groups(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """``(module name, parameter group)`` of every unit inside ``model``; a list unit comes once, under its first
+    module."""
+    for name, module in model.named_modules():
+        state = fsdp_state(module)
+        if state is not None and state._modules[0] is module:
+            for group in state._fsdp_param_groups:
+                yield name, group
+
+
+def unreduced_gradient(fsdp_param: Any) -> torch.Tensor | None:
+    """The gradient that backward left on this rank for one ``FSDPParam``, before its reduction."""
+    if fsdp_param.unsharded_accumulated_grad is not None:
+        return fsdp_param.unsharded_accumulated_grad
+    if not hasattr(fsdp_param, "_unsharded_param"):
+        return None  # never gathered
+    return fsdp_param._unsharded_param.grad
 
 
 @contextmanager
