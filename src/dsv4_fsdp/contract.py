@@ -339,8 +339,9 @@ def class_lists(module: nn.Module) -> list[tuple[str, tuple[str, ...]]]:
 def _list_of_defining_file(module: nn.Module) -> list[tuple[str, tuple[str, ...]]]:
     for submodule in module.modules():
         for cls in type(submodule).__mro__:
-            if cls.__module__.startswith("torch."):
-                break
+            # Not torch's own classes; `fully_shard` puts some of these first, so the rest of the bases still count.
+            if cls.__module__.startswith(("torch.", "builtins")):
+                continue
             owners = [
                 candidate
                 for candidate in vars(sys.modules.get(cls.__module__, object)).values()
