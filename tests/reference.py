@@ -6,7 +6,8 @@ in fp64, which is what FSDP would do with unlimited precision, and everything is
 
 - logits and loss bit by bit: an all-gather copies, so nothing excuses a difference;
 - gradients by relative error (norm of the difference over norm of the reference, fp64), because FSDP sums in fp32 and
-  rounds the result to the storage dtype;
+  rounds the result to the storage dtype (in a parameter of one element, ranks' gradients may all but cancel: the
+  roundings of a sum are then large beside it);
 - which gradients are ``None``;
 - after each optimizer step, the parameters.
 
@@ -32,7 +33,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -193,7 +194,7 @@ def lockstep(
             _take_grads(pairs, into=own)
 
             if sync == "last":
-                sharded.set_requires_gradient_sync(micro == accumulate - 1)
+                cast(FSDPModule, sharded).set_requires_gradient_sync(micro == accumulate - 1)
             recorder = Recorder() if record else contextlib.nullcontext()
             with recorder:
                 logits, loss = _forward(sharded, batch)
@@ -523,7 +524,7 @@ class Recorder(TorchDispatchMode):
         if isinstance(group, torch.ScriptObject):
             group = dist.ProcessGroup.unbox(group)
         elif isinstance(group, str):
-            group = dist.distributed_c10d._resolve_process_group(group)
+            group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[attr-defined, arg-type]
         flat = _flatten(tensors)
         self.collectives.append(Collective(kind, flat[0].dtype, sum(t.numel() for t in flat), group.size()))
 

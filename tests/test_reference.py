@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from reference import Collective, LockstepResult, Recorder, StepResult, assert_lockstep, lockstep
+import torch.nn.functional as F
+from reference import Collective, LockstepResult, Recorder, StepResult, assert_lockstep, lockstep, token_loss
 from tiny_models import (
     VOCAB_SIZE,
     Batch,
@@ -173,7 +174,10 @@ def shard_layers(model: nn.Module, **kwargs: Any) -> None:
 
 def batches_of_this_rank(num: int = 1) -> list[Batch]:
     rank = dist.get_rank()
-    return [tiny_batch("transformers", FULL_LENGTHS[rank] + 3 * i, seed=10 * rank + i) for i in range(num)]
+    return [
+        tiny_batch("transformers", FULL_LENGTHS[rank] + 3 * i, seed=10 * rank + i, weight=1 + rank / 2)
+        for i in range(num)
+    ]
 
 
 def plain_fsdp(**options: Any) -> LockstepResult:
@@ -243,6 +247,22 @@ def bf16_with_uneven_shards() -> LockstepResult:
     return lockstep(model, shard, batches_of_this_rank())
 
 
+def fp32_masters() -> LockstepResult:
+    """fp32 storage and bf16 compute: the reference is the same model with bf16 weights (and its fp32 buffers)."""
+
+    def reference() -> nn.Module:
+        model = one_layer()
+        for param in model.parameters():
+            param.data = param.data.bfloat16()
+        return model
+
+    def shard(model: nn.Module) -> None:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        shard_layers(model, mp_policy=policy)
+
+    return lockstep(one_layer, shard, batches_of_this_rank(), build_reference=reference)
+
+
 @pytest.mark.parametrize(
     ("world_size", "case", "tolerances"),
     [
@@ -251,6 +271,7 @@ def bf16_with_uneven_shards() -> LockstepResult:
         # SGD: the update is lr times the gradient, so its error is the gradient's.
         (2, tied_and_partly_frozen, {"grad_tol": FP32_GRAD_TOL, "param_tol": 1e-6, "update_tol": FP32_GRAD_TOL}),
         (3, bf16_with_uneven_shards, {}),
+        (2, fp32_masters, {"grad_tol": FP32_GRAD_TOL}),
         (1, plain_fsdp, {"grad_tol": 0.0}),
     ],
     ids=lambda value: getattr(value, "__name__", None),
@@ -258,7 +279,7 @@ def bf16_with_uneven_shards() -> LockstepResult:
 def test_other_layouts_follow_the_reference(
     world_size: int, case: Callable[[], LockstepResult], tolerances: dict[str, Any]
 ) -> None:
-    """Two mesh axes, checkpoint wrappers, tied and frozen parameters, bf16 over three ranks, and a single rank."""
+    """Two mesh axes, checkpoint wrappers, tied and frozen parameters, bf16, fp32 masters, and a single rank."""
     assert_lockstep(run_ranks(world_size, case), **tolerances)
 
 
@@ -276,6 +297,19 @@ def test_ignored_parameters_are_compared_with_the_ranks_own_gradient_and_must_be
     assert_lockstep(results, grad_tol=FP32_GRAD_TOL, param_tol=1e-6, unsharded=experts)
     with pytest.raises(AssertionError, match=r"rank 0: these parameters are whole .*experts\.gate_up_proj.*down_proj"):
         assert_lockstep(results, grad_tol=FP32_GRAD_TOL, param_tol=1e-6)
+
+
+def test_the_loss_is_the_weighted_mean_over_labelled_tokens() -> None:
+    """Unlabelled tokens count neither above nor below the line; without any label loss and gradient are 0, not nan."""
+    batch = tiny_batch("transformers", 8, weight=3.0)
+    logits = torch.randn(1, 8, VOCAB_SIZE, requires_grad=True)
+    expected = 3.0 * F.cross_entropy(logits[0, :-1], batch.input_ids[0, 1:])
+    torch.testing.assert_close(token_loss(logits, batch), expected)
+    loss = token_loss(logits, tiny_batch("transformers", 8)._replace(labels=torch.full((1, 8), -100)))
+    loss.backward()
+    assert loss.item() == 0
+    assert logits.grad is not None
+    assert not logits.grad.any()
 
 
 # ------------------------------------------------------------------------------------- lock-step: what must be found

@@ -22,9 +22,9 @@ import importlib.util
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from types import FunctionType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 from unittest import mock
 
 import torch
@@ -297,7 +297,7 @@ def _is_island(model: nn.Module) -> Callable[[str], bool]:
     (``core_model_loading.build_glob_alternation``); NeMo looks for each as a substring
     (``cast_model_to_dtype``).
     """
-    patterns = sorted(model._keep_in_fp32_modules_strict)
+    patterns = sorted(cast(Collection[str], model._keep_in_fp32_modules_strict))
     if model_kind(model) == "nemo":
         return lambda name: any(pattern in name for pattern in patterns)
     search = re.compile("|".join(pattern.replace("*", ".*") for pattern in patterns)).search
@@ -349,4 +349,4 @@ def _finish(model: nn.Module, dtype: torch.dtype, seed: int) -> None:
 
 
 def _num_experts(model: nn.Module) -> int:
-    return int(model.config.n_routed_experts)
+    return int(cast(Any, model).config.n_routed_experts)
