@@ -126,6 +126,7 @@ def contract_of(
     """
     tensors = list(named_tensors(model))
     if not callable(fp32_params):
+        fp32_params = _as_names(fp32_params)  # read once: it may be a generator
         check_names_match(fp32_params, [name for _, name, _ in tensors], every=True)
     return build_contract(
         tensors,
@@ -216,18 +217,18 @@ def _rule(
 
 def _refuse_or_restore(below_fp32: list[NamedTensor], restore_fp32: bool) -> None:
     names = listing([f"{name} ({what})" for what, name, _ in below_fp32])
-    count = f"{len(below_fp32)} tensor(s)"
+    count = len(below_fp32)
     if not restore_fp32:
         raise ContractError(
-            f"{count} that must be fp32 are stored in a narrower dtype: their bits are already lost.\n"
-            f"expected: float32 storage\ngot:\n{names}\n"
+            f"{count} {'tensor that must be fp32 is' if count == 1 else 'tensors that must be fp32 are'} stored in a "
+            f"narrower dtype: the bits are already lost.\nexpected: float32 storage\ngot:\n{names}\n"
             "what to do: load the checkpoint again without casting these (`from_pretrained(dtype=torch.bfloat16)` of "
             "transformers keeps them; `model.to(torch.bfloat16)` does not). If no better copy exists, pass "
             "restore_fp32=True: they are stored in fp32 from then on, but the lost bits do not come back."
         )
     warnings.warn(
-        f"restore_fp32: {count} were stored below fp32 and are upcast now. They train in fp32 from here on, but the "
-        f"bits that the earlier downcast removed do not come back:\n{names}",
+        f"restore_fp32: {count} {'tensor was' if count == 1 else 'tensors were'} stored below fp32 and upcast now. "
+        f"Training is in fp32 from here on, but the bits that the earlier downcast removed do not come back:\n{names}",
         stacklevel=4,
     )
     for _, _, tensor in below_fp32:
@@ -281,7 +282,15 @@ def _as_names(fp32_params: Iterable[str]) -> tuple[str, ...]:
             "expected: a collection of names, a predicate (fqn, tensor) -> bool, or a Contract\n"
             f"got: {fp32_params!r}\nwhat to do: write fp32_params=[{fp32_params!r}]."
         )
-    return tuple(fp32_params)
+    names = tuple(fp32_params)
+    if (wrong := next((name for name in names if not isinstance(name, str)), None)) is not None:
+        raise ContractError(
+            "fp32_params holds something that is no name.\n"
+            "expected: a collection of names, or a predicate (fqn, tensor) -> bool\n"
+            f"got: {type(fp32_params).__name__} with a {type(wrong).__name__} in it\n"
+            "what to do: give names; a Contract is what fully_shard(fp32_params=...) of a unit takes."
+        )
+    return names
 
 
 def check_names_match(fp32_params: Iterable[str], fqns: list[str], *, every: bool) -> None:
@@ -326,14 +335,17 @@ def class_lists(module: nn.Module) -> list[tuple[str, tuple[str, ...]]]:
     file has one, and it is already imported if the block exists).
     """
     found: list[tuple[str, tuple[str, ...]]] = []
+    holds_model = False
     for name, submodule in module.named_modules():
+        holds_model = holds_model or hasattr(submodule, "_keep_in_fp32_modules_strict")
         patterns = getattr(submodule, "_keep_in_fp32_modules_strict", None)
         if patterns:
             prefix = f"{canonical_name(name)}." if name else ""
             # A Transformers model's own list already contains its submodels' lists (`post_init` merges them).
             if not any(prefix.startswith(outer) for outer, _ in found):
                 found.append((prefix, tuple(sorted(patterns))))
-    return found or _list_of_defining_file(module)
+    # A model that lists nothing has answered; another model's list in its file is not its own.
+    return found or ([] if holds_model else _list_of_defining_file(module))
 
 
 def _list_of_defining_file(module: nn.Module) -> list[tuple[str, tuple[str, ...]]]:
