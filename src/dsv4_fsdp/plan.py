@@ -11,8 +11,10 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
+from operator import or_
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -21,10 +23,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from . import nemo_layout
 from .alignment import indexer_parameters
 from .contract import Contract, IslandPredicate, contract_of, default_mp_policy, short_dtype
-from .errors import ShardingError
+from .errors import ContractError, ShardingError, listing
 from .grouped_unit import group_rules
 from .model_layout import layout_of
-from .names import canonical_name
+from .names import canonical_name, named_parameters_all
 
 __all__ = ["GroupPlan", "IslandUnits", "ParamPlan", "ShardingPlan", "UnitPlan", "plan_sharding"]
 
@@ -78,6 +80,7 @@ class UnitPlan:
         role: ``"embedding"``, ``"block"``, ``"head"``, ``"root"``, or ``"island"`` (nested units).
         reshard_after_forward: as in ``fully_shard``; ``None`` leaves the root to torch (kept unsharded).
         unshard_in_backward: ``False`` where backward does not read the weights (an embedding).
+        reached_in_backward: ``False`` where no gradient arrives: in frozen blocks before the first trainable parameter.
         cast_inputs_to: dtype name the unit casts its floating inputs to, or ``None`` for no cast.
         groups: its parameter groups.
     """
@@ -86,13 +89,19 @@ class UnitPlan:
     role: str
     reshard_after_forward: bool | int | None
     unshard_in_backward: bool
+    reached_in_backward: bool
     cast_inputs_to: str | None
     groups: tuple[GroupPlan, ...]
 
     @property
     def gathers_in_backward(self) -> bool:
-        """Whether the unit's weights were freed after forward and are needed again."""
-        return bool(self.reshard_after_forward) and self.unshard_in_backward
+        """Whether the unit's weights were freed after forward and are gathered again."""
+        return bool(self.reshard_after_forward) and self.unshard_in_backward and self.reached_in_backward
+
+    @property
+    def trains(self) -> bool:
+        """Whether any of its parameters is trainable."""
+        return any(param.trainable for group in self.groups for param in group.params)
 
 
 @dataclass(frozen=True)
@@ -125,11 +134,11 @@ class ShardingPlan:
     def collectives_per_step(self, *, micro_batches: int = 1) -> dict[str, int]:
         """How many collectives one optimizer step issues for parameters and gradients, by kind.
 
-        Each micro-batch gathers and reduces. Nothing is counted on a mesh axis of size 1, where torch copies instead.
-        Activation checkpointing adds none: the recomputation runs while the unit is gathered for backward.
+        Each micro-batch gathers and reduces. A shard axis of size 1 costs nothing, torch copies instead; a replicate
+        axis is reduced over whatever its size. Activation checkpointing adds none: the recomputation runs while the
+        unit is gathered for backward.
         """
         shard = self.mesh_shape[-1]
-        replicate = self.mesh_shape[0] if len(self.mesh_shape) == 2 else 1
         gathers = reduces = 0
         for unit in self.units:
             gathers += len(unit.groups) * (1 + unit.gathers_in_backward)
@@ -137,7 +146,7 @@ class ShardingPlan:
         return {
             "all_gather": micro_batches * gathers * (shard > 1),
             "reduce_scatter": micro_batches * reduces * (shard > 1),
-            "all_reduce": micro_batches * reduces * (replicate > 1),
+            "all_reduce": micro_batches * reduces * (len(self.mesh_shape) == 2),
         }
 
     def table(self) -> str:
@@ -184,21 +193,27 @@ def plan_sharding(
         others: see :func:`dsv4_fsdp.parallelize`.
 
     Raises:
-        ContractError: see :func:`~dsv4_fsdp.contract.contract_of`.
-        ShardingError: no blocks found, an impossible mesh shape, or nested units asked for where islands are bare
-            parameters.
+        ContractError: see :func:`~dsv4_fsdp.contract.contract_of`; or ``contract`` is another model's.
+        ShardingError: no blocks found, an impossible mesh shape or ``reshard_after_forward``, unknown
+            ``island_units``, or nested units asked for where islands are bare parameters.
     """
-    if len(mesh_shape) not in (1, 2) or any(size < 1 for size in mesh_shape):
-        raise ShardingError(
-            "a mesh of one axis (shard) or two (replicate, shard) is expected.\n"
-            f"got: shape {mesh_shape}\nwhat to do: pass a sub-mesh of your mesh, such as mesh['replicate', 'shard']."
+    _refuse_wrong_arguments(mesh_shape, island_units, reshard_after_forward)
+    if contract is None:
+        policy = default_mp_policy() if mp_policy is None else mp_policy
+        contract = contract_of(model, mp_policy=policy, fp32_params=fp32_params)
+    elif callable(fp32_params) or tuple(fp32_params):
+        raise ContractError(
+            "fp32_params and a contract were both given, and the contract is made already.\n"
+            "expected: one of them\ngot: both\n"
+            "what to do: pass fp32_params to contract_of, which makes the contract."
         )
-    policy = default_mp_policy() if mp_policy is None else mp_policy
-    rules = contract or contract_of(model, mp_policy=policy, fp32_params=fp32_params)
+    if not isinstance(reshard_after_forward, bool) and reshard_after_forward in (1, mesh_shape[-1]):
+        # As torch reads these two: one rank keeps everything, all ranks keep a shard.
+        reshard_after_forward = reshard_after_forward != 1
     layout = layout_of(model)
     frozen = indexer_parameters(model) if freeze_indexer else {}
     frozen_ids = {id(param) for param in frozen.values()}
-    planner = _Planner(model, rules, mesh_shape[-1], frozen_ids)
+    planner = _Planner(model, contract, mesh_shape[-1], frozen_ids)
 
     units: list[UnitPlan] = []
 
@@ -208,10 +223,12 @@ def plan_sharding(
         cast_inputs_to = "float32" if role == "head" and layout.head_needs_fp32_input else None
         groups = planner.groups_inside(name)
         if groups or role == "root":
-            units.append(UnitPlan(canonical_name(name), role, reshard, unshard_in_backward, cast_inputs_to, groups))
+            units.append(
+                UnitPlan(canonical_name(name), role, reshard, unshard_in_backward, True, cast_inputs_to, groups)
+            )
 
     if island_units == "nested":
-        _refuse_bare_islands(model, rules)
+        _refuse_bare_islands(model, contract)
     if layout.embedding is not None:
         # The gradient of an embedding does not read its weight, so backward need not gather it.
         add(layout.embedding, "embedding", reshard_after_forward, unshard_in_backward=False)
@@ -226,7 +243,55 @@ def plan_sharding(
         island_units=island_units,
         activation_checkpointing=activation_checkpointing,
         frozen_fqns=tuple(name for name, param in frozen.items() if param.requires_grad),
-        units=tuple(units),
+        units=_mark_reached(units),
+    )
+
+
+def _refuse_wrong_arguments(mesh_shape: tuple[int, ...], island_units: str, reshard_after_forward: bool | int) -> None:
+    if len(mesh_shape) not in (1, 2) or any(size < 1 for size in mesh_shape):
+        raise ShardingError(
+            "the mesh has no shape that units can be sharded on.\n"
+            "expected: one axis (shard) or two (replicate, shard), each of size 1 or more\n"
+            f"got: shape {tuple(mesh_shape)}\n"
+            "what to do: pass a sub-mesh of your mesh, such as mesh['replicate', 'shard']."
+        )
+    if island_units not in get_args(IslandUnits):
+        raise ShardingError(
+            "island_units says how fp32 islands are isolated.\n"
+            f"expected: {' or '.join(map(repr, get_args(IslandUnits)))}\ngot: {island_units!r}\n"
+            "what to do: leave it out for the default."
+        )
+    if not isinstance(reshard_after_forward, bool):
+        if reshard_after_forward < 1 or mesh_shape[-1] % reshard_after_forward:
+            raise ShardingError(
+                "reshard_after_forward as a number is the count of ranks that share the parameters after forward.\n"
+                f"expected: True, False, or a divisor of the shard axis' size {mesh_shape[-1]}\n"
+                f"got: {reshard_after_forward}\nwhat to do: use True, or the number of ranks of one machine."
+            )
+
+
+def _mark_reached(units: list[UnitPlan]) -> tuple[UnitPlan, ...]:
+    """Clear ``reached_in_backward`` where backward never comes by: before the first unit that trains.
+
+    torch still gathers one block further, since each unit prefetches the one that ran before it.
+    """
+    # A root without an embedding unit in front may hold a tied embedding, which runs first.
+    reached = units[0].role != "embedding" and units[-1].trains
+    # Which block a unit is or runs before: the embedding counts into the first, head and root come after the last.
+    block_of = [0] * len(units)
+    for index, unit in enumerate(units[:-1]):
+        block_of[index + 1] = block_of[index] + (unit.role == "block")
+    trains = [False] * (block_of[-1] + 1)
+    for block, unit in zip(block_of, units, strict=True):
+        trains[block] = trains[block] or unit.trains
+    is_reached = list(accumulate(trains, or_, initial=reached))[1:]
+    return tuple(
+        replace(
+            unit,
+            reached_in_backward=unit.reached_in_backward
+            and (is_reached[block] or (unit.role == "block" and is_reached[block + 1])),
+        )
+        for block, unit in zip(block_of, units, strict=True)
     )
 
 
@@ -249,7 +314,15 @@ class _Planner:
                     self._taken.add(id(param))
                     params.append(param)
         rules = [self._contract.rule_of(param) for param in params]
-        assert all(rule is not None for rule in rules), "the contract was made of another model"
+        if None in rules:
+            names = {id(param): name for name, param in named_parameters_all(self._model)}
+            unknown = [names[id(param)] for param, rule in zip(params, rules, strict=True) if rule is None]
+            raise ContractError(
+                "the contract does not cover this model.\n"
+                "expected: a rule for each parameter\n"
+                f"got: none for\n{listing(unknown)}\n"
+                "what to do: make it with contract_of(model), after every change to the model's parameters."
+            )
         return tuple(
             self._group(group.storage, group.reduce, [(params[index], rules[index]) for index in group.indices])
             for group in group_rules(rule for rule in rules if rule is not None)
@@ -265,12 +338,21 @@ class _Planner:
                 holder = nemo_layout.has_class_name(
                     nemo_layout.unwrap(island.module), nemo_layout.RETURNED_FP32_PARAMETER_CLASS_NAMES
                 )
-                units.append(UnitPlan(full_name, "island", False if holder else reshard, True, "float32", groups))
+                # The root itself stays gathered by torch's default, but units inside it do not.
+                reshard_island = not holder and (True if reshard is None else reshard)
+                # Frozen by the plan is the Lightning Indexer, whose top-k passes no gradient on.
+                reached = not all(id(param) in self._frozen_ids for param in island.module.parameters())
+                units.append(UnitPlan(full_name, "island", reshard_island, True, reached, "float32", groups))
         return units
 
     def _group(self, storage: torch.dtype, reduce: torch.dtype | None, members: list[tuple[Any, Any]]) -> GroupPlan:
         params, shard_bytes, gathered, reduced = [], 0, 0, 0
         for param, rule in members:
+            if not param.shape:
+                raise ShardingError(
+                    "a parameter without a dim cannot be sharded.\nexpected: shape (1,) or larger\n"
+                    f"got: shape () for {rule.fqn}\nwhat to do: register it with shape (1,), or as a buffer."
+                )
             trainable = param.requires_grad and id(param) not in self._frozen_ids
             rows = math.ceil(param.shape[0] / self._shard_size)
             padded_shard_numel = rows * math.prod(param.shape[1:])
