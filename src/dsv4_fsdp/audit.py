@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from .contract import island_reason, short_dtype
 from .names import canonical_name, pattern_name
 from .plan import ShardingPlan
-from .torch_private import parameter_groups, reduce_dtype
+from .torch_private import owners_of, parameter_groups, reduce_dtype
 
 __all__ = ["LiveTensor", "differences", "precision_table", "read_back"]
 
@@ -62,14 +62,17 @@ def read_back(model: nn.Module, plan: ShardingPlan | None = None) -> list[LiveTe
     rows = []
     for raw_name, param in model.named_parameters():
         fqn = canonical_name(raw_name)
-        unit, group, compute, reduce = homes.get(id(param), (None, None, param.dtype, None))
+        # A unit that is gathered at the moment has the unsharded parameter registered, in its compute dtype.
+        sharded, unit, group, compute, reduce = homes.get(fqn, (param, None, None, param.dtype, None))
         if (known := planned.get(fqn)) is not None:
             island, reason = known.island, known.reason
         else:
             said = says(fqn, param) if param.is_floating_point() else None
             island, reason = said is not None, said or ("mixed-precision policy" if unit is not None else "in no unit")
-        placements = str(tuple(param.placements)) if isinstance(param, DTensor) else ""
-        rows.append(LiveTensor(fqn, "parameter", unit, group, param.dtype, compute, reduce, island, reason, placements))
+        placements = str(tuple(sharded.placements)) if isinstance(sharded, DTensor) else ""
+        rows.append(
+            LiveTensor(fqn, "parameter", unit, group, sharded.dtype, compute, reduce, island, reason, placements)
+        )
     for raw_name, buffer in model.named_buffers():
         if buffer.is_floating_point():
             fqn = canonical_name(raw_name)
@@ -82,10 +85,14 @@ def read_back(model: nn.Module, plan: ShardingPlan | None = None) -> list[LiveTe
     return rows
 
 
-def _homes(model: nn.Module) -> dict[int, tuple[str, int, torch.dtype, torch.dtype | None]]:
-    """id of sharded parameter -> (unit, group index, compute dtype, reduce dtype)."""
-    homes: dict[int, tuple[str, int, torch.dtype, torch.dtype | None]] = {}
+_Home = tuple[nn.Parameter, str, int, torch.dtype, torch.dtype | None]
+
+
+def _homes(model: nn.Module) -> dict[str, _Home]:
+    """Canonical name, each name of a tied one -> (sharded parameter, unit, group index, compute and reduce dtype)."""
+    homes: dict[str, _Home] = {}
     num_groups: dict[str, int] = {}
+    module_names = {id(module): name for name, module in model.named_modules()}
     for name, group in parameter_groups(model):
         index = num_groups.get(name, 0)
         num_groups[name] = index + 1
@@ -94,7 +101,9 @@ def _homes(model: nn.Module) -> dict[int, tuple[str, int, torch.dtype, torch.dty
             policy = fsdp_param.mp_policy
             compute = (policy.param_dtype or storage) if storage.is_floating_point else storage
             reduce = reduce_dtype(policy, storage, compute) if storage.is_floating_point else None
-            homes[id(fsdp_param.sharded_param)] = (canonical_name(name), index, compute, reduce)
+            home = (fsdp_param.sharded_param, canonical_name(name), index, compute, reduce)
+            for module, param_name in owners_of(fsdp_param):
+                homes[canonical_name(f"{module_names[id(module)]}.{param_name}".removeprefix("."))] = home
     return homes
 
 

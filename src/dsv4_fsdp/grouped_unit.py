@@ -34,6 +34,7 @@ from .contract import (
     check_names_match,
     island_reason,
     model_speaks,
+    named_tensors,
     short_dtype,
 )
 from .errors import ContractError, ShardingError, listing
@@ -164,7 +165,8 @@ def fully_shard(
     modules = [module] if isinstance(module, nn.Module) else list(module)
     managed = managed_parameters(modules, ignored_params)
     names = _first_names(modules)
-    _refuse_shared_parameters(managed, names)
+    homes = {id(param): f"{names[id(param)]} of {_describe(modules)}" for param in managed}
+    _refuse_shared_parameters(managed, homes)
     contract = _contract_of_unit(modules, managed, mp_policy, fp32_params, restore_fp32)
     rules = {id(param): rule for param in managed if (rule := contract.rule_of(param)) is not None}
     if unknown := [names[id(param)] for param in managed if id(param) not in rules]:
@@ -198,7 +200,7 @@ def fully_shard(
             **torch_kwargs,
         )
     for param in managed:
-        param._dsv4_fsdp_managed = True  # type: ignore[attr-defined]
+        param._dsv4_fsdp_managed = homes[id(param)]  # type: ignore[attr-defined]
     return sharded
 
 
@@ -209,24 +211,25 @@ def _contract_of_unit(
     fp32_params: Contract | Iterable[str] | IslandPredicate | None,
     restore_fp32: bool,
 ) -> Contract:
-    """The contract over the parameters that the unit manages, with names relative to its modules."""
+    """The contract over the parameters that the unit manages and its modules' buffers, names relative to these."""
     if isinstance(fp32_params, Contract):
         return fp32_params
     said: Iterable[str] | IslandPredicate = () if fp32_params is None else fp32_params
     if not callable(said):
         said = said if isinstance(said, str) else tuple(said)
         # Names of inner units and of ignored parameters count as found: the same list may be given to every unit.
-        check_names_match(said, [name for module in modules for name, _ in named_parameters_all(module)], every=False)
+        check_names_match(said, [name for module in modules for _, name, _ in named_tensors(module)], every=False)
     if fp32_params is None and not any(model_speaks(module) for module in modules):
         _refuse_ambiguous_dtypes(modules, managed, mp_policy)
     managed_ids = {id(param) for param in managed}
     reasons = {id(module): island_reason(module, said) for module in modules}
     tensors, reason_of = [], {}
     for module in modules:
-        for name, param in named_parameters_all(module):
-            if id(param) in managed_ids:
-                tensors.append(("parameter", name, param))
-                reason_of[name, id(param)] = reasons[id(module)]
+        for kind, name, tensor in named_tensors(module):
+            # Buffers are not sharded, but one that must be fp32 and is not (the router bias) is an error all the same.
+            if kind == "buffer" or id(tensor) in managed_ids:
+                tensors.append((kind, name, tensor))
+                reason_of[name, id(tensor)] = reasons[id(module)]
     return build_contract(
         tensors,
         mp_policy=mp_policy,
@@ -268,21 +271,24 @@ def _refuse_ambiguous_dtypes(
     )
 
 
-def _refuse_shared_parameters(managed: list[nn.Parameter], names: dict[int, str]) -> None:
+def _refuse_shared_parameters(managed: list[nn.Parameter], homes: dict[int, str]) -> None:
     """Tied parameters in two units: torch >= 2.13 raises at the first forward, older ones silently untie."""
-    shared = [names[id(param)] for param in managed if _is_managed_elsewhere(param)]
+    shared = [f"{homes[id(param)]}, {home}" for param in managed if (home := _home_elsewhere(param)) is not None]
     if shared:
         raise ShardingError(
             "a parameter of this unit is tied to one that another unit already shards.\n"
             "expected: all names of a tied parameter in one unit\n"
-            f"got, already sharded under another name:\n{listing(shared)}\n"
+            f"got:\n{listing(shared)}\n"
             "what to do: shard both owners as one unit, fully_shard([embedding, head]), or leave both to the root unit."
         )
 
 
-def _is_managed_elsewhere(param: nn.Parameter) -> bool:
-    # `_fsdp_orig_uid` is torch's own mark (>= 2.13), so units made by stock `fully_shard` count too.
-    return hasattr(param, "_dsv4_fsdp_managed") or hasattr(param, "_fsdp_orig_uid")
+def _home_elsewhere(param: nn.Parameter) -> str | None:
+    """Where ``param`` is sharded already, in words, or ``None``."""
+    if (home := getattr(param, "_dsv4_fsdp_managed", None)) is not None:
+        return f"sharded before as {home}"
+    # torch's own mark (>= 2.13), so units made by stock `fully_shard` count too.
+    return "sharded before by torch's own fully_shard" if hasattr(param, "_fsdp_orig_uid") else None
 
 
 def _first_names(modules: list[nn.Module]) -> dict[int, str]:

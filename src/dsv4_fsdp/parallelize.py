@@ -115,12 +115,19 @@ def _fp32_policy() -> MixedPrecisionPolicy:
 
 
 def _checkpoint_blocks(model: nn.Module, plan: ShardingPlan) -> None:
-    """Wrap each block for recomputation. Inside the unit, so that recomputing needs no gather of its own."""
+    """Wrap each block for recomputation.
+
+    The block inside the wrapper becomes the unit. Backward gathers it when it reaches the block's output, before it
+    recomputes, so recomputing needs no gather of its own.
+    """
+    raw_names: dict[str, str] = {}  # peft puts words before a block's name; the outermost of several wrappers counts
+    for name, _ in model.named_modules():
+        raw_names.setdefault(canonical_name(name), name)
     for unit in plan.units:
         if unit.role == "block":
-            parent_name, _, child_name = unit.fqn.rpartition(".")
+            parent_name, _, child_name = raw_names[unit.fqn].rpartition(".")
             parent = model.get_submodule(parent_name)
-            block = model.get_submodule(unit.fqn)
+            block = model.get_submodule(raw_names[unit.fqn])
             # Containers (ModuleList, ModuleDict) and plain modules alike keep their children by name.
             parent.register_module(child_name, checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT))
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from .errors import ShardingError, listing
 from .names import canonical_name
-from .torch_private import parameter_groups, unreduced_gradient
+from .torch_private import owners_of, parameter_groups, unreduced_gradient
 
 __all__ = ["probe_gradients"]
 
@@ -31,7 +31,7 @@ def probe_gradients(model: nn.Module) -> Iterator[None]:
         ShardingError: from ``backward()``, on every rank of the mesh, with the parameters and the ranks without a
             gradient.
     """
-    names = {id(param): canonical_name(name) for name, param in model.named_parameters()}
+    names = {id(module): name for name, module in model.named_modules()}
     probed = []
     for _, group in parameter_groups(model):
         # An instance attribute hides the class's method, and deleting it brings the method back.
@@ -44,15 +44,19 @@ def probe_gradients(model: nn.Module) -> Iterator[None]:
             del group.post_backward
 
 
-def _probing(group: Any, names: dict[int, str]) -> Any:
+def _probing(group: Any, module_names: dict[int, str]) -> Any:
     original = group.post_backward
+
+    def fqn(fsdp_param: Any) -> str:
+        module, name = owners_of(fsdp_param)[0]
+        return canonical_name(f"{module_names[id(module)]}.{name}".removeprefix("."))
 
     def post_backward(*unused: Any) -> None:
         # FSDP2 calls this again at the end of backward for groups that are done; the ranks agree on when.
         if group.reduce_grads:
             params = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
             has_gradient = torch.tensor([unreduced_gradient(p) is not None for p in params], dtype=torch.int32)
-            _compare(group, [names[id(p.sharded_param)] for p in params], has_gradient.to(group.device))
+            _compare(group, [fqn(p) for p in params], has_gradient.to(group.device))
         original(*unused)
 
     return post_backward

@@ -30,6 +30,7 @@ __all__ = [
     "grouping_hook",
     "has_native_override",
     "managed_parameters",
+    "owners_of",
     "parameter_groups",
     "reduce_dtype",
     "require_grouped_units",
@@ -119,6 +120,16 @@ def parameter_groups(model: nn.Module) -> Iterator[tuple[str, Any]]:
         if state is not None and state._modules[0] is module:
             for group in state._fsdp_param_groups:
                 yield name, group
+
+
+def owners_of(fsdp_param: Any) -> list[tuple[nn.Module, str]]:
+    """Each module that holds the parameter of one ``FSDPParam``, with its name there; several if it is tied.
+
+    While a unit is gathered the registered parameter is another object than ``fsdp_param.sharded_param``, so that one
+    cannot be looked up by identity. A root stays gathered after its forward.
+    """
+    info = fsdp_param._module_info
+    return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
 
 
 def unreduced_gradient(fsdp_param: Any) -> torch.Tensor | None:
