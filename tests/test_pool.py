@@ -241,7 +241,7 @@ def test_a_function_without_an_importable_name_is_refused(run_ranks):
         run_ranks(1, lambda: None)
 
 
-def test_workers_and_fork_server_end_with_a_parent_that_is_killed_while_they_hang():
+def test_workers_and_fork_server_end_with_a_parent_that_is_killed_while_they_hang(tmp_path):
     script = (
         "import os, time, pool\n"
         "pids = {*pool.run_ranks(2, os.getpid), *pool.run_ranks(2, os.getppid)}\n"
@@ -249,7 +249,8 @@ def test_workers_and_fork_server_end_with_a_parent_that_is_killed_while_they_han
         "pool.run_ranks(2, time.sleep, 600)\n"
     )
     command = [sys.executable, "-c", script]
-    with subprocess.Popen(command, cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True) as parent:
+    environ = os.environ | {"TMPDIR": str(tmp_path)}  # a killed parent leaves its pool's folder behind
+    with subprocess.Popen(command, cwd=Path(__file__).parent, env=environ, stdout=subprocess.PIPE, text=True) as parent:
         pids = parent.stdout.readline().split()
         time.sleep(0.5)  # into the hang
         parent.kill()
