@@ -2,8 +2,6 @@
 
 from .alignment import Alignment as Alignment
 from .alignment import tie_compressors as tie_compressors
-from .audit import precision_table as precision_table
-from .audit import read_back as read_back
 from .contract import Contract as Contract
 from .contract import contract_of as contract_of
 from .errors import ContractError as ContractError
@@ -11,6 +9,8 @@ from .errors import Dsv4FsdpError as Dsv4FsdpError
 from .errors import ShardingError as ShardingError
 from .errors import UnsupportedTorch as UnsupportedTorch
 from .grouped_unit import fully_shard as fully_shard
+from .live_precision import precision_table as precision_table
+from .live_precision import read_back as read_back
 from .materialize import materialize as materialize
 from .materialize import refuse_uninitialized as refuse_uninitialized
 from .parallelize import parallelize as parallelize
