@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from reference import Collective, LockstepResult, Recorder, StepResult, assert_l
 from tiny_models import (
     VOCAB_SIZE,
     Batch,
+    cpu_stand_ins,
     island_buffer_names,
     island_names,
     model_kind,
@@ -150,6 +151,17 @@ def test_nemo_runs_eagerly() -> None:
     model(input_ids=tiny_batch("nemo", 8).input_ids).logits.sum().backward()
     utils = sys.modules["nemo_automodel.components.models.common.utils"]
     assert not hasattr(utils._float32_rms_norm_fwd, "_torchdynamo_orig_callable")
+
+
+def test_nemo_that_was_imported_before_runs_eagerly_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions that were already compiled at import are put back to NeMo's own."""
+    require_nemo()
+    cpu_stand_ins()
+    utils = sys.modules["nemo_automodel.components.models.common.utils"]
+    eager = utils._float32_rms_norm_fwd
+    monkeypatch.setattr(utils, "_float32_rms_norm_fwd", torch.compile(eager, backend="eager"))
+    cpu_stand_ins.__wrapped__()
+    assert utils._float32_rms_norm_fwd is eager
 
 
 # ------------------------------------------------------------------------------------ lock-step: what must be equal
@@ -503,14 +515,15 @@ def test_the_recorder_sees_plain_and_functional_collectives() -> None:
         ]
 
 
-def recorded_lockstep() -> LockstepResult:
-    return lockstep(one_layer, shard_layers, batches_of_this_rank(), steps=2, record=True)
+def recorded_lockstep(sync: Literal["every", "last"]) -> LockstepResult:
+    return lockstep(one_layer, shard_layers, batches_of_this_rank(2), steps=2, accumulate=2, sync=sync, record=True)
 
 
-def test_lockstep_records_the_sharded_models_collectives_only() -> None:
-    """One layer and a root, per step: two gathers each but for the root's (it stays), one reduction each."""
-    results = run_ranks(2, recorded_lockstep)
+@pytest.mark.parametrize(("sync", "num_reductions"), [("every", 4), ("last", 2)])
+def test_lockstep_records_the_sharded_models_collectives_only(sync: str, num_reductions: int) -> None:
+    """Layer and root, two micro-batches a step: the root gathers once each, the layer twice; both reduce as asked."""
+    results = run_ranks(2, recorded_lockstep, sync)
     assert_lockstep(results, grad_tol=FP32_GRAD_TOL)
     for result in results:
         for step in result.steps:
-            assert Counter(c.kind for c in step.collectives) == {"all_gather": 3, "reduce_scatter": 2}
+            assert Counter(c.kind for c in step.collectives) == {"all_gather": 6, "reduce_scatter": num_reductions}
