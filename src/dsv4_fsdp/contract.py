@@ -283,7 +283,8 @@ def _as_names(fp32_params: Iterable[str]) -> tuple[str, ...]:
             f"got: {fp32_params!r}\nwhat to do: write fp32_params=[{fp32_params!r}]."
         )
     names = tuple(fp32_params)
-    if (wrong := next((name for name in names if not isinstance(name, str)), None)) is not None:
+    found: tuple[object, ...] = names
+    if (wrong := next((name for name in found if not isinstance(name, str)), None)) is not None:
         raise ContractError(
             "fp32_params holds something that is no name.\n"
             "expected: a collection of names, or a predicate (fqn, tensor) -> bool\n"

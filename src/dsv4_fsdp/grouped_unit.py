@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any, overload
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
@@ -39,7 +40,14 @@ from .contract import (
 )
 from .errors import ContractError, ShardingError, listing
 from .names import named_parameters_all
-from .torch_private import fsdp_state, grouping_hook, has_native_override, managed_parameters, require_grouped_units
+from .torch_private import (
+    fsdp_state,
+    grouping_hook,
+    has_native_override,
+    managed_parameters,
+    require_grouped_units,
+    sharded_before,
+)
 
 __all__ = ["ParameterGroup", "fully_shard", "group_rules"]
 
@@ -157,12 +165,16 @@ def fully_shard(
 
     Raises:
         ContractError: an island is stored below fp32, or ``fp32_params`` matches nothing in ``module``.
-        ShardingError: the parameters' dtypes are mixed and nothing says which fp32 ones are islands, or a parameter is
-            already part of another unit. torch raises the latter at the first forward, and the former never.
+        ShardingError: the parameters' dtypes are mixed and nothing says which fp32 ones are islands; a parameter is
+            already part of another unit (torch raises that at the first forward, and the former never); a module is
+            already sharded; this rank is not in the mesh.
         UnsupportedTorch: this torch's FSDP2 cannot hold several parameter groups (torch < 2.12).
     """
     require_grouped_units()
     modules = [module] if isinstance(module, nn.Module) else list(module)
+    if mesh is not None:
+        refuse_foreign_mesh(mesh)
+    refuse_sharded_modules(modules, ignored_params)
     managed = managed_parameters(modules, ignored_params)
     names = _first_names(modules)
     homes = {id(param): f"{names[id(param)]} of {_describe(modules)}" for param in managed}
@@ -252,6 +264,35 @@ def _group_policy(
     return replace(mp_policy, **changes)
 
 
+def refuse_foreign_mesh(mesh: DeviceMesh) -> None:
+    """Raise :class:`ShardingError` unless this rank is in ``mesh``; torch fails on it with an ``IndexError``."""
+    if isinstance(mesh, DeviceMesh) and mesh.get_coordinate() is None:
+        ranks = mesh.mesh.flatten().tolist()
+        raise ShardingError(
+            "this rank is not in the mesh.\n"
+            f"expected: a mesh that holds rank {dist.get_rank()}\n"
+            f"got: a mesh of shape {tuple(mesh.shape)} over "
+            f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks[:8]))}{', ...' if ranks[8:] else ''} "
+            f"of {dist.get_world_size()}\n"
+            "what to do: make a mesh over all ranks with init_device_mesh, or call this on the ranks of the mesh only."
+        )
+
+
+def refuse_sharded_modules(modules: list[nn.Module], ignored_params: set[nn.Parameter] | None) -> None:
+    """Raise :class:`ShardingError` where an earlier call made a unit of these modules or of modules inside them."""
+    units = [module for module in modules if fsdp_state(module) is not None]
+    sharded = {id(module) for module in [*units, *sharded_before(modules, ignored_params)]}
+    if sharded:
+        inside = [name or "(itself)" for m in modules for name, sub in m.named_modules() if id(sub) in sharded]
+        raise ShardingError(
+            "an earlier fully_shard call has sharded parameters of this unit already.\n"
+            "expected: each module in one unit, and units made bottom-up, blocks before the model around them\n"
+            f"got, sharded before, in {_describe(modules)}:\n{listing(inside)}\n"
+            "what to do: call fully_shard once per module and inner modules first; where two modules share a third, "
+            "make them one unit, fully_shard([a, b])."
+        )
+
+
 def _refuse_ambiguous_dtypes(
     modules: list[nn.Module], managed: list[nn.Parameter], mp_policy: MixedPrecisionPolicy
 ) -> None:
@@ -302,8 +343,3 @@ def _first_names(modules: list[nn.Module]) -> dict[int, str]:
 def _describe(modules: list[nn.Module]) -> str:
     kinds = ", ".join(type(module).__name__ for module in modules)
     return kinds if len(modules) == 1 else f"[{kinds}]"
-
-
-def is_unit(module: nn.Module) -> bool:
-    """Whether ``module`` is already a unit (or one of the modules of a list unit)."""
-    return fsdp_state(module) is not None

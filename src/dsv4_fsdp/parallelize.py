@@ -13,12 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 
 from .alignment import freeze_indexers, tie_compressors
-from .audit import differences, read_back
 from .contract import IslandPredicate, contract_of, default_mp_policy
+from .errors import ShardingError
 from .fsdp import fully_shard_deepseek_v4
-from .grouped_unit import fully_shard
+from .grouped_unit import fully_shard, refuse_foreign_mesh, refuse_sharded_modules
+from .live_precision import differences, read_back
 from .names import canonical_name
 from .plan import IslandUnits, ShardingPlan, UnitPlan, plan_sharding
+from .torch_private import require_grouped_units
 
 __all__ = ["parallelize"]
 
@@ -62,6 +64,15 @@ def parallelize(
             islands are bare parameters.
         UnsupportedTorch: torch < 2.12.
     """
+    require_grouped_units()
+    refuse_foreign_mesh(mesh)
+    refuse_sharded_modules([model], None)
+    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+        raise ShardingError(
+            "a mesh of two axes needs names for them.\nexpected: mesh_dim_names=('replicate', 'shard') or others\n"
+            f"got: a mesh of shape {tuple(mesh.shape)} without names\n"
+            "what to do: pass mesh_dim_names to init_device_mesh; the first axis replicates, the second shards."
+        )
     policy = default_mp_policy() if mp_policy is None else mp_policy
     contract = contract_of(model, mp_policy=policy, fp32_params=fp32_params, restore_fp32=restore_fp32)
     plan = plan_sharding(

@@ -2,7 +2,7 @@
 
 A plan is made from an unsharded model (on the meta device if you like) and a mesh *shape*; it needs no process group
 and no device. :func:`dsv4_fsdp.parallelize` applies exactly this object, the trainer compares its hash across ranks
-before the first collective, and :mod:`dsv4_fsdp.audit` compares it with what ``fully_shard`` really built.
+before the first collective, and :mod:`dsv4_fsdp.live_precision` compares it with what ``fully_shard`` really built.
 """
 
 from __future__ import annotations
@@ -303,20 +303,36 @@ class _Planner:
         self._contract = contract
         self._shard_size = shard_size
         self._frozen_ids = frozen_ids
-        self._taken: set[int] = set()
+        self._names: dict[int, list[str]] = {}
+        for name, param in named_parameters_all(model):
+            self._names.setdefault(id(param), []).append(name)
+        self._unit_modules: set[nn.Module] = set()
+        self._unit_of: dict[int, str] = {}
 
     def groups_inside(self, module_name: str) -> tuple[GroupPlan, ...]:
-        params = []
+        unit_module = self._model.get_submodule(module_name)
+        params: dict[int, nn.Parameter] = {}
         # `fully_shard` walks children before their parent, and each module's own parameters in order.
-        for module in _post_order(self._model.get_submodule(module_name)):
-            for param in module.parameters(recurse=False):
-                if id(param) not in self._taken:
-                    self._taken.add(id(param))
-                    params.append(param)
+        for module in _post_order(unit_module, stop_at=self._unit_modules):
+            params |= {id(param): param for param in module.parameters(recurse=False)}
+        self._unit_modules.add(unit_module)
+        self._refuse_shared(params)
+        self._unit_of |= dict.fromkeys(params, canonical_name(module_name))
+        return self._grouped(list(params.values()))
+
+    def _refuse_shared(self, params: Iterable[int]) -> None:
+        shared = [f"{', '.join(self._names[p])}: in unit {self._unit_of[p]}" for p in params if p in self._unit_of]
+        if shared:
+            raise ShardingError(
+                "a parameter would be in two units.\nexpected: all names of a tied parameter in one unit\n"
+                f"got:\n{listing(shared)}\n"
+                "what to do: untie them, or shard by hand, with both owners as one unit: fully_shard([a, b])."
+            )
+
+    def _grouped(self, params: list[nn.Parameter]) -> tuple[GroupPlan, ...]:
         rules = [self._contract.rule_of(param) for param in params]
         if None in rules:
-            names = {id(param): name for name, param in named_parameters_all(self._model)}
-            unknown = [names[id(param)] for param, rule in zip(params, rules, strict=True) if rule is None]
+            unknown = [self._names[id(param)][0] for param, rule in zip(params, rules, strict=True) if rule is None]
             raise ContractError(
                 "the contract does not cover this model.\n"
                 "expected: a rule for each parameter\n"
@@ -333,7 +349,8 @@ class _Planner:
         root = self._model.get_submodule(module_name)
         for island in nemo_layout.iter_island_modules(root):
             full_name = f"{module_name}.{island.fqn}" if module_name else island.fqn
-            if island.module is not root and (groups := self.groups_inside(full_name)):
+            in_earlier_unit = all(id(param) in self._unit_of for param in island.module.parameters())
+            if island.module is not root and not in_earlier_unit and (groups := self.groups_inside(full_name)):
                 # A holder hands out the parameter itself, so it must stay gathered after its forward.
                 holder = nemo_layout.has_class_name(
                     nemo_layout.unwrap(island.module), nemo_layout.RETURNED_FP32_PARAMETER_CLASS_NAMES
@@ -367,14 +384,15 @@ class _Planner:
         return GroupPlan(short_dtype(storage), reduce_name, tuple(params), shard_bytes, gathered, reduced)
 
 
-def _post_order(module: nn.Module) -> list[nn.Module]:
+def _post_order(module: nn.Module, *, stop_at: set[nn.Module]) -> list[nn.Module]:
+    """The modules of ``module``, children first, without those in ``stop_at`` and what is inside them."""
     seen: set[nn.Module] = set()
     order: list[nn.Module] = []
 
     def visit(current: nn.Module) -> None:
         seen.add(current)
         for child in current.children():
-            if child not in seen:
+            if child not in seen and child not in stop_at:
                 visit(child)
         order.append(current)
 

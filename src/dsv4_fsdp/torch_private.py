@@ -34,6 +34,7 @@ __all__ = [
     "parameter_groups",
     "reduce_dtype",
     "require_grouped_units",
+    "sharded_before",
     "unreduced_gradient",
 ]
 
@@ -110,6 +111,18 @@ def managed_parameters(modules: Sequence[nn.Module], ignored_params: set[nn.Para
     managed_modules = init._get_managed_modules(tuple(modules), ignored_params)
     params, _ = init._get_managed_states(managed_modules, ignored_params)
     return list(params)
+
+
+def sharded_before(modules: Sequence[nn.Module], ignored_params: set[nn.Parameter] | None) -> list[nn.Module]:
+    """The modules with parameters of their own that ``fully_shard(list(modules))`` would manage although an earlier
+    call, of this package or of torch, manages them already."""
+    ignored = ignored_params or set()
+    return [
+        module
+        for module in _init_module()._get_managed_modules(tuple(modules), ignored_params)
+        if getattr(module, "_is_fsdp_managed_module", False)
+        and any(param not in ignored for param in module.parameters(recurse=False))
+    ]
 
 
 def parameter_groups(model: nn.Module) -> Iterator[tuple[str, Any]]:
