@@ -1,0 +1,56 @@
+"""Reload an export as a stranger would: stock Transformers, in a process of its own, nothing of this package imported.
+
+Run by path, not as a module of the package: ``python -P stock_reload.py EXPORT REFERENCE PROMPT SEED DEVICE``. In
+REFERENCE, a safetensors file, are ``input_ids`` and the ``logits`` the trained model gave for them. Prints one JSON
+object: ``equal``, ``max_abs_difference``, ``dtypes`` (number of tensors by dtype), ``loading`` (problems that
+Transformers reports) and ``sample`` (PROMPT and text that continues it).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+_NEW_TOKENS = 160
+_TEMPERATURE = 0.7
+
+
+def main(export: str, reference_path: str, prompt: str, seed: int, device: str) -> None:
+    logging.disable_progress_bar()
+    model, loading = AutoModelForCausalLM.from_pretrained(export, output_loading_info=True)
+    model.to(device)
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    reference = load_file(reference_path)
+    with torch.no_grad():
+        logits = model(input_ids=reference["input_ids"].to(device)).logits.cpu()
+
+    inputs = tokenizer(tokenizer.bos_token + prompt, return_tensors="pt").to(device)
+    torch.manual_seed(seed)
+    generated = model.generate(
+        **inputs,
+        do_sample=True,
+        temperature=_TEMPERATURE,
+        max_new_tokens=_NEW_TOKENS,
+        pad_token_id=tokenizer.eos_token_id,
+    )
+    print(
+        json.dumps(
+            {
+                "equal": torch.equal(logits, reference["logits"]),
+                "max_abs_difference": (logits.float() - reference["logits"].float()).abs().max().item(),
+                "dtypes": Counter(str(tensor.dtype) for tensor in model.state_dict().values()),
+                "loading": {kind: sorted(map(str, names)) for kind, names in loading.items() if names},
+                "sample": tokenizer.decode(generated[0], skip_special_tokens=True),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5])
