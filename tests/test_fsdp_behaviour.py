@@ -271,7 +271,7 @@ def test_what_is_no_mixed_precision_policy_passes_through(policy: Any, units: li
     assert [unit.policy for unit in units] == [policy, policy]
 
 
-# ---------------------------------------------------------------------------------------------------- arguments of units
+# -------------------------------------------------------------------------------------------------- arguments of units
 
 
 @pytest.mark.parametrize("given", [{}, {"reshard_after_forward": True}, {"reshard_after_forward": None, "other": 1}])
@@ -616,7 +616,7 @@ def test_islands_that_were_cast_to_bf16_are_an_error_in_a_grouped_unit() -> None
     """``model.bfloat16()`` has destroyed them; the error comes from the engine and names one."""
     layer = tiny_transformers(["sliding_attention"]).model.layers[0].bfloat16()
     with pytest.raises(ContractError, match="sinks"):
-        fully_shard_deepseek_v4(layer, MESH, BF16)
+        fully_shard_deepseek_v4(layer, None, BF16)  # type: ignore[arg-type]  # no mesh is needed to see it
 
 
 @pytest.mark.parametrize("module", [block(attn_hc=leaf()), [block(attn_hc=leaf())]])
@@ -714,6 +714,19 @@ def test_nested_and_plain_units_attach_the_group(units: list[Recorded]) -> None:
         module = block(dtype, attn_hc=leaf(), compressor=compressor(dtype))
         fully_shard_deepseek_v4(module, FakeMesh(2, ndim=1), policy)
         assert module.compressor.groups == ["group"]
+
+
+def test_alignment_that_is_off_is_said_once_in_the_log(units: list[Recorded], caplog: pytest.LogCaptureFixture) -> None:
+    """Two axes and no owner axis: one message for all blocks; none with an owner axis or without a compressor."""
+    mesh: Any = FakeMesh(4, shape=(2, 2), mesh_dim_names=("replicate", "shard"))
+    with caplog.at_level(logging.WARNING, logger="dsv4_fsdp"):
+        fully_shard_deepseek_v4(block(attn_hc=leaf()), mesh, BF16)
+        fully_shard_deepseek_v4(block(compressor=compressor()), FakeMesh(4, ndim=1), BF16)  # type: ignore[arg-type]
+        assert caplog.text == ""
+        for _ in range(2):
+            fully_shard_deepseek_v4(block(compressor=compressor()), mesh, BF16)
+    assert caplog.text.count("HCA graph alignment is off") == 1
+    assert "hca_owner_axis" in caplog.text
 
 
 def test_an_owner_axis_has_no_place_in_grouped_units(units: list[Recorded], grouped_units: list[Recorded]) -> None:

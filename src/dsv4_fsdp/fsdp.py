@@ -30,6 +30,7 @@ them to watch or change what happens.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
 import warnings
@@ -206,10 +207,10 @@ def _has_fsdp_state(module: nn.Module) -> bool:
 
 
 def _modules_of_inner_units(module: nn.Module) -> set[int]:
-    """``id`` of every module that belongs to a unit inside ``module``: what is there has an owner already."""
+    """``id`` of every module that belongs to a unit inside ``module``, no unit itself: what is there has an owner."""
     inside: set[int] = set()
     for submodule in module.modules():
-        if submodule is not module and id(submodule) not in inside and _has_fsdp_state(submodule):
+        if id(submodule) not in inside and _has_fsdp_state(submodule):
             inside.update(id(m) for m in submodule.modules())
     return inside
 
@@ -267,9 +268,7 @@ def _fsdp_kwargs_for_module(module: nn.Module, fsdp_kwargs: dict[str, Any]) -> d
 
     The same object where there is nothing to cut; the caller's dict and set are never changed.
     """
-    ignored = fsdp_kwargs.get("ignored_params")
-    if not ignored:
-        return fsdp_kwargs
+    ignored = fsdp_kwargs.get("ignored_params") or ()
     own_ids = {id(param) for param in module.parameters()}
     own = {param for param in ignored if id(param) in own_ids}
     if len(own) == len(ignored):
@@ -401,6 +400,8 @@ def _align(module: nn.Module, mesh: Any, reducing_axes: tuple[str, ...] | None) 
     """Align the compressors inside ``module``: over ``reducing_axes`` of ``mesh``, or as a one-axis mesh says."""
     if reducing_axes is None:
         _attach_hca_param_sync_group(module, mesh)
+        if (_num_mesh_axes(mesh) or 0) > 1 and any(hasattr(m, _HCA_GROUP_SETTER) for m in module.modules()):
+            _log_alignment_is_off(str(mesh))
     else:
         _attach_group(module, _group_over(mesh, reducing_axes))
     # Transformers' compressors have no setter. They come here only as part of one plain unit, where the tie works.
@@ -519,6 +520,16 @@ def _warn_of_modules_passed_over(module: nn.Module) -> None:
             "If that is not meant, load the checkpoint without casting them; bits already lost do not come back.",
             stacklevel=3,
         )
+
+
+@functools.cache
+def _log_alignment_is_off(mesh: str) -> None:
+    """Once per mesh and process: what would otherwise be found out as a hang."""
+    logger.warning(
+        "HCA graph alignment is off on %s, which has several axes: a step in which only some ranks have a sequence of "
+        'a whole HCA window will hang. Name the shard axis with hca_owner_axis, or use island_units="grouped".',
+        mesh,
+    )
 
 
 def _log_mixed_remainder(module: nn.Module, islands: list[nn.Module], options: dict[str, Any]) -> None:
