@@ -264,8 +264,8 @@ def _group_policy(
     return replace(mp_policy, **changes)
 
 
-def refuse_foreign_mesh(mesh: DeviceMesh) -> None:
-    """Raise :class:`ShardingError` unless this rank is in ``mesh``; torch fails on it with an ``IndexError``."""
+def refuse_foreign_mesh(mesh: object) -> None:
+    """Raise :class:`ShardingError` if this rank is not in ``mesh``, where torch fails with an ``IndexError``."""
     if isinstance(mesh, DeviceMesh) and mesh.get_coordinate() is None:
         ranks = mesh.mesh.flatten().tolist()
         raise ShardingError(
