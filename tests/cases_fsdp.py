@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from fake_nemo import Config
 from reference import LockstepResult, Recorder, lockstep, logits_of, token_loss
 from tiny_models import tiny_batch, tiny_nemo, tiny_transformers
 from torch import nn
@@ -171,6 +172,11 @@ def units_are_made_once() -> dict[str, Any]:
     wrapper = checkpoint_wrapper(block)
     fully_shard_deepseek_v4(wrapper, mesh, POLICY)
     found["wrapper_of_sharded_has_no_state"] = fsdp_state(wrapper) is None
+    sharded_wrapper = checkpoint_wrapper(DeepseekV4Block())
+    fully_shard_deepseek_v4(sharded_wrapper, mesh, POLICY)
+    state_of_wrapper = fsdp_state(sharded_wrapper)
+    fully_shard_deepseek_v4(sharded_wrapper, mesh, POLICY)
+    found["sharded_wrapper_keeps_its_state"] = fsdp_state(sharded_wrapper) is state_of_wrapper is not None
     late = nn.Linear(8, 8)
     fully_shard_deepseek_v4([block, late], mesh, POLICY)
     found["sharded_members_are_left_out"] = fsdp_state(block) is state is not fsdp_state(late) is not None
@@ -202,6 +208,57 @@ def gathers_of_a_wrapped_island() -> dict[str, Any]:
             (kind, short(dtype)): count for (kind, dtype), count in recorder.counts().items()
         }
     return found
+
+
+def vision_tower() -> dict[str, Any]:
+    """NeMo's vision transformer, sharded block by block, against the unsharded one; fp32 RoPE tables are not cast."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    mesh = make_mesh((2,), ["dp"])
+    reference, sharded = tiny_vision_tower(), tiny_vision_tower()
+    for module in [*sharded.blocks, sharded]:
+        fully_shard_deepseek_v4(module, mesh, policy)
+    outputs = []
+    norm_dtypes: set[str] = set()
+    for module in sharded.modules():
+        if type(module).__name__.endswith("DeepseekV4VisionRMSNorm"):
+            module.register_forward_pre_hook(lambda m, args: norm_dtypes.add(short(m.weight.dtype)))
+    patches = torch.randn(6, 3, 4, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for model in (reference, sharded):
+        outputs.append(model(patches, 2, 3))
+        outputs[-1].float().square().sum().backward()
+    grads = {
+        name: (param.grad, other.grad.full_tensor())
+        for (name, param), other in zip(reference.named_parameters(), sharded.parameters(), strict=True)
+    }
+    return {
+        "bit_equal": torch.equal(*outputs) and outputs[0].dtype == outputs[1].dtype == torch.bfloat16,
+        "norm_dtypes": norm_dtypes,
+        "units": [name for name, module in sharded.named_modules() if isinstance(module, FSDPModule)],
+        "grads_equal": all(torch.equal(a, b) for a, b in grads.values()),
+    }
+
+
+def tiny_vision_tower() -> nn.Module:
+    """NeMo AutoModel's ``DeepseekV4VisionTransformer`` with one block, bf16 with fp32 norms that are not all ones."""
+    from nemo_automodel.components.models.deepseek_v4.vision import DeepseekV4VisionTransformer
+
+    # The tower reads these fields only; NeMo's own config class warns when it is built under transformers 5.24.
+    config = Config(
+        vision_dim=32,
+        vision_n_heads=2,
+        vision_inter_dim=16,
+        vision_n_layers=1,
+        vision_patch_size=4,
+        vision_rope_theta=10000.0,
+        torch_dtype="bfloat16",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        tower = DeepseekV4VisionTransformer(config)
+        with torch.no_grad():
+            for param in tower.parameters():
+                param.copy_(torch.randn(param.shape) * 0.1 + (param.ndim == 1))
+    return tower
 
 
 def offload() -> dict[str, str]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases_fsdp import tiny_vision_tower
 from fake_nemo import block, holder, leaf, norm, plain, vision_block, wrap
 from tiny_models import require_nemo, tiny_nemo
 from torch import nn
@@ -235,5 +236,17 @@ def test_units_of_the_real_model_are_those_of_the_installed_nemo(
     """NeMo AutoModel's own model, whole and block by block: sliding, HCA and CSA layers."""
     model = tiny_nemo(compress_ratios=[0, 128, 4], dtype=dtype)
     for module in (model, model.model, *model.model.layers.values(), model.lm_head, model.model.embed_tokens):
+        ours = units_of(fsdp, monkeypatch, module, POLICIES[policy])
+        assert ours == units_of(nemo_fsdp(), monkeypatch, module, POLICIES[policy])
+
+
+@pytest.mark.parametrize("policy", ["bf16", "none"])
+def test_units_of_the_real_vision_tower_are_those_of_the_installed_nemo(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NeMo AutoModel's own vision transformer, whole and one block of it."""
+    require_nemo()
+    tower = tiny_vision_tower()
+    for module in (tower, tower.blocks[0], tower.norm):
         ours = units_of(fsdp, monkeypatch, module, POLICIES[policy])
         assert ours == units_of(nemo_fsdp(), monkeypatch, module, POLICIES[policy])

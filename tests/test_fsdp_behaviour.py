@@ -899,11 +899,27 @@ def test_real_units_are_made_once() -> None:
             "second_call_same_module": True,
             "second_call_same_state": True,
             "wrapper_of_sharded_has_no_state": True,
+            "sharded_wrapper_keeps_its_state": True,
             "sharded_members_are_left_out": True,
             "none": None,
             "wrapped_island_units": ["", "attn_hc", "norm1"],
             "ignored_is_whole": ["attn_hc.weight", "mlp.weight"],
             "forward_is_finite": True,
+        }
+
+
+def test_real_vision_tower_in_nested_units_follows_the_unsharded_one() -> None:
+    """NeMo's self-casting norms as units of their own: bit-equal forward, bf16 between the modules, fp32 inside.
+
+    Both ranks see the same patches and the mean over two equal fp32 gradients is exact, so gradients are bit-equal too.
+    """
+    require_nemo()
+    for found in run_ranks(2, cases.vision_tower):
+        assert found == {
+            "bit_equal": True,
+            "norm_dtypes": {"float32"},
+            "units": ["", "blocks.0", "blocks.0.norm1", "blocks.0.norm2", "norm"],
+            "grads_equal": True,
         }
 
 
