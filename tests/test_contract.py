@@ -408,11 +408,11 @@ def with_lora(model: nn.Module, targets: list[str]) -> nn.Module:
 
 
 def test_lora_adapters_stored_in_fp32_are_no_islands(model: nn.Module) -> None:
-    """An fp32 adapter on a bf16 weight is computed as the policy says, and the reason says that it is an adapter."""
+    """An fp32 adapter on a bf16 weight is computed as the policy says, and the reason says what it is."""
     contract = contract_of(with_lora(model, ["q_b_proj"]))
     rule = rule_named(contract, "model.layers.0.self_attn.q_b_proj.lora_A.default.weight")
     assert (rule.storage, rule.compute, rule.island) == (FP32, BF16, False)
-    assert rule.reason == "adapter stored in float32, computed as the policy says"
+    assert rule.reason == "float32 adapter"
 
 
 @pytest.mark.parametrize("source", ["class list", "NeMo layout"])

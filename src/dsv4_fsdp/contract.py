@@ -209,7 +209,7 @@ def _rule(
     if storage == compute:
         reason = "mixed-precision policy"
     elif is_adapter_name(name):
-        reason = f"adapter stored in {short_dtype(storage)}, computed as the policy says"
+        reason = f"{short_dtype(storage)} adapter"
     else:
         reason = f"{short_dtype(storage)} master weight"
     return TensorRule(name, kind, storage, compute, reduce, False, reason)

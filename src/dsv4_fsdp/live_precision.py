@@ -140,7 +140,7 @@ def precision_table(rows: Iterable[LiveTensor], *, columns: int = 100) -> str:
     """``rows`` as text: tensors whose names differ in layer numbers alone, and dtypes not at all, share a line.
 
     Args:
-        columns: width to stay within; long names lose their middle.
+        columns: width to stay within, 80 or more; long names and reasons lose their middle.
     """
     counts: dict[tuple[str, ...], int] = {}
     for row in rows:
@@ -150,12 +150,13 @@ def precision_table(rows: Iterable[LiveTensor], *, columns: int = 100) -> str:
         dtypes = (_brief(row.storage), _brief(row.compute), "-" if row.reduce is None else _brief(row.reduce))
         key = (pattern_name(row.fqn), *dtypes, reason)
         counts[key] = counts.get(key, 0) + 1
-    reason_width = max((len(key[-1]) for key in counts), default=6)
+    reason_width = min(max((len(key[-1]) for key in counts), default=6), columns - 33 - 24)
     name_width = max(24, min(max((len(key[0]) for key in counts), default=4), columns - reason_width - 33))
     lines = [f"{'name':<{name_width}} {'count':>5}  {'storage':<7} {'compute':<7} {'reduce':<7} reason"]
     for (name, storage, compute, reduce, reason), count in counts.items():
         lines.append(
-            f"{_shorten(name, name_width):<{name_width}} {count:>5}  {storage:<7} {compute:<7} {reduce:<7} {reason}"
+            f"{_shorten(name, name_width):<{name_width}} {count:>5}  {storage:<7} {compute:<7} {reduce:<7} "
+            f"{_shorten(reason, reason_width)}"
         )
     return "\n".join(lines)
 
