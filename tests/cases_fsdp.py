@@ -193,23 +193,6 @@ def units_are_made_once() -> dict[str, Any]:
     return found
 
 
-def gathers_of_a_wrapped_island() -> dict[str, Any]:
-    """The collectives of one step, with islands wrapped for recomputation and not."""
-    found = {}
-    for wrapped in (False, True):
-        block = DeepseekV4Block(wrapped=wrapped)
-        # The block inside a root: a root keeps its own parameters after forward.
-        root = nn.Sequential(block)
-        for module in (block, root):
-            fully_shard_deepseek_v4(module, make_mesh((2,), ["dp"]), POLICY, reshard_after_forward=True)
-        with Recorder() as recorder:
-            root(torch.ones(2, 8, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
-        found["wrapped" if wrapped else "bare"] = {
-            (kind, short(dtype)): count for (kind, dtype), count in recorder.counts().items()
-        }
-    return found
-
-
 def vision_tower() -> dict[str, Any]:
     """NeMo's vision transformer, sharded block by block, against the unsharded one; fp32 RoPE tables are not cast."""
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)

@@ -193,8 +193,8 @@ def _iter_dsv4_fp32_modules(module: nn.Module) -> Iterator[nn.Module]:
     """The island modules inside ``module`` that nested units isolate, each once; ``module`` itself is never among them.
 
     Only modules whose floating-point parameters are all fp32. Of a checkpoint wrapper and its inside the *wrapper*
-    comes: FSDP2's hooks then stand outside the recomputation, which finds the parameters gathered and does not gather
-    again. An island inside another island does not come, so the order of sharding does not matter.
+    comes, as for a block that is wrapped first and sharded then (either way the collectives are the same: measured). An
+    island inside another island does not come, so the order of sharding does not matter.
     """
     for island in nemo_layout.iter_island_modules(module):
         if island.module is not module:
