@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from .commands.plan import plan
+
 __all__ = ["main"]
 
 app = typer.Typer(
@@ -116,6 +118,8 @@ def _dotted_options(arguments: list[str]) -> dict[str, str]:
 def _as_options(overrides: dict[str, str]) -> list[str]:
     return [part for setting, text in overrides.items() for part in (f"--{setting}", text)]
 
+
+app.command()(plan)
 
 if __name__ == "__main__":
     main()

@@ -1,0 +1,1 @@
+"""The subcommands of ``dsv4-fsdp`` that have a module of their own."""

@@ -1,0 +1,36 @@
+"""Which single change of the settings makes a run that does not fit smallest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .estimate import Estimate, Estimator
+from .render import gib
+
+__all__ = ["hint"]
+
+
+def hint(estimator: Estimator, estimate: Estimate) -> str | None:
+    """One sentence for an estimate that does not fit, ``None`` for others. Tries each change."""
+    if estimate.spare_bytes is None or estimate.spare_bytes >= 0:
+        return None
+    settings, cluster = estimate.settings, estimate.cluster
+    changes = {
+        "--activation-checkpointing": replace(settings, activation_checkpointing=True),
+        "--offload": replace(settings, offload=True),
+        "--reshard-after-forward true": replace(settings, reshard_after_forward=True),
+        "--replicate 1": replace(settings, replicate=1),
+        "--storage bf16": replace(settings, storage="bf16"),
+        "--optimizer adamw-8bit": replace(settings, optimizer="adamw-8bit"),
+    }
+    tried = {flag: estimator.estimate(cluster, changed) for flag, changed in changes.items() if changed != settings}
+    if settings.optimizer != "adamw":
+        tried.pop("--optimizer adamw-8bit", None)
+    if not tried:
+        return "Nothing left to change but more ranks or shorter sequences"
+    flag, best = min(tried.items(), key=lambda item: item[1].needed_bytes)
+    saved = estimate.needed_bytes - best.needed_bytes
+    if saved <= 0:
+        return "No single setting makes it smaller: shorter sequences or more ranks would"
+    fits = "then it fits" if best.spare_bytes is not None and best.spare_bytes >= 0 else "which is not enough alone"
+    return f"What helps most: {flag} saves {gib(saved)}, {fits}"

@@ -1,0 +1,212 @@
+"""What ``dsv4-fsdp plan`` is asked: the cluster and the training settings, checked before torch has work to do.
+
+Everything is taken as text and checked here, so that all mistakes of a command line are reported together.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from dsv4_fsdp.errors import Dsv4FsdpError
+
+__all__ = ["OPTIMIZERS", "STORAGES", "Cluster", "Request", "SettingsError", "TrainingSettings", "resolve"]
+
+STORAGES = ("bf16", "fp32")
+OPTIMIZERS = ("adamw", "adamw-8bit", "sgd", "sgd-momentum")
+
+
+class SettingsError(Dsv4FsdpError, ValueError):
+    """What was asked cannot be planned. ``problems`` has one line for each mistake found."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The machines. Ranks are numbered node by node, as torchrun does."""
+
+    ranks: int
+    ranks_per_node: int
+    device_memory_gib: float | None = None
+
+    @property
+    def nodes(self) -> int:
+        return math.ceil(self.ranks / self.ranks_per_node)
+
+    @property
+    def device_memory_bytes(self) -> int | None:
+        return None if self.device_memory_gib is None else int(self.device_memory_gib * 2**30)
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """How the model is sharded and trained.
+
+    Attributes:
+        replicate: replicas of the sharded model (HSDP); 1 is plain FSDP.
+        storage: dtype of what is no fp32 island: ``"bf16"``, or ``"fp32"`` for master weights.
+        reshard_after_forward: as in ``fully_shard``, for embedding and blocks.
+        offload: FSDP2's ``CPUOffloadPolicy``: shards, gradients and optimizer state in host memory.
+        activation_checkpointing: recompute each block in backward.
+        batch, sequence: sequences per rank and micro-batch, and tokens of each.
+        optimizer: ``"adamw"`` (torch, foreach), ``"adamw-8bit"`` (torchao), ``"sgd"``, ``"sgd-momentum"``.
+    """
+
+    replicate: int = 1
+    storage: str = "bf16"
+    reshard_after_forward: bool | int = True
+    offload: bool = False
+    activation_checkpointing: bool = False
+    batch: int = 1
+    sequence: int = 4096
+    optimizer: str = "adamw"
+
+    def mesh_shape(self, cluster: Cluster) -> tuple[int, ...]:
+        """``(shard,)``, or ``(replicate, shard)`` with more than one replica."""
+        shard = cluster.ranks // self.replicate
+        return (shard,) if self.replicate == 1 else (self.replicate, shard)
+
+    def describe(self, cluster: Cluster) -> str:
+        """One line, such as ``HSDP 16x8, bf16, reshard, checkpointing``."""
+        shape = self.mesh_shape(cluster)
+        reshard = self.reshard_after_forward
+        parts = [
+            f"{'HSDP' if len(shape) == 2 else 'FSDP'} {'x'.join(map(str, shape))}",
+            self.storage,
+            "reshard" if reshard is True else "no reshard" if reshard is False else f"reshard to {reshard}",
+        ]
+        parts += ["checkpointing"] * self.activation_checkpointing + ["offload"] * self.offload
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A checked command line. ``given`` names the training settings that were said, which a search leaves alone."""
+
+    cluster: Cluster
+    settings: TrainingSettings
+    given: frozenset[str] = field(default_factory=frozenset)
+
+
+def resolve(texts: Mapping[str, Any], *, problems: list[str] | None = None) -> Request:
+    """Check ``texts`` (setting -> text, bool, or ``None`` where nothing was said).
+
+    Args:
+        problems: what was found wrong before, to be reported together with what is found here.
+
+    Raises:
+        SettingsError: with every mistake, each in the words of the command line.
+    """
+    found = list(problems or [])
+    said = {name: value for name, value in texts.items() if value is not None}
+
+    def number(name: str, *, default: int, at_least: int = 1) -> int:
+        if name not in said:
+            return default
+        try:
+            value = int(said[name])
+        except ValueError:
+            value = at_least - 1
+        if value < at_least:
+            found.append(f"{_flag(name)}: expected a whole number of {at_least} or more, got {said[name]!r}")
+            return default
+        return value
+
+    def choice(name: str, choices: tuple[str, ...]) -> str:
+        value = str(said.get(name, choices[0]))
+        if value not in choices:
+            close = difflib.get_close_matches(value, choices, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            found.append(f"{_flag(name)}: expected one of {', '.join(choices)}, got {value!r}{hint}")
+        return value
+
+    if "ranks" not in said:
+        found.append("--ranks: missing; give the number of devices, such as --ranks 128")
+    ranks = number("ranks", default=0)
+    ranks_per_node = number("ranks_per_node", default=min(8, ranks) or 1)
+    replicate = number("replicate", default=1)
+    batch = number("batch", default=TrainingSettings.batch)
+    # One token has no next token to predict.
+    sequence = number("sequence", default=TrainingSettings.sequence, at_least=2)
+    storage = choice("storage", STORAGES)
+    optimizer = choice("optimizer", OPTIMIZERS)
+    memory_gib = _memory(said.get("device_memory_gib"), found)
+    reshard = _reshard(said.get("reshard_after_forward"), found)
+    if ranks:
+        if ranks % replicate:
+            found.append(f"--replicate: {ranks} ranks cannot be split into {replicate} equal replicas")
+        elif not isinstance(reshard, bool) and (ranks // replicate) % reshard:
+            found.append(
+                f"--reshard-after-forward: expected true, false or a divisor of the {ranks // replicate} ranks of a "
+                f"replica, got {reshard}"
+            )
+        if ranks > ranks_per_node and ranks % ranks_per_node:
+            found.append(f"--ranks-per-node: {ranks} ranks do not fill nodes of {ranks_per_node}")
+    if found:
+        raise SettingsError(found)
+    settings = TrainingSettings(
+        replicate=replicate,
+        storage=storage,
+        reshard_after_forward=reshard,
+        offload=bool(said.get("offload", False)),
+        activation_checkpointing=bool(said.get("activation_checkpointing", False)),
+        batch=batch,
+        sequence=sequence,
+        optimizer=optimizer,
+    )
+    names = {each.name for each in fields(TrainingSettings)}
+    return Request(Cluster(ranks, ranks_per_node, memory_gib), settings, frozenset(names & said.keys()))
+
+
+def find_model(model: str, *, problems: list[str], presets: tuple[str, ...]) -> str | Path | None:
+    """A preset's name, or the path of a config.json; what is wrong with ``model`` goes into ``problems``."""
+    if model in presets:
+        return model
+    path = Path(model)
+    config = path / "config.json" if path.is_dir() else path
+    if config.is_file():
+        return config
+    if path.is_dir():
+        problems.append(f"MODEL: the folder {model} has no config.json")
+        return None
+    close = difflib.get_close_matches(model, presets, n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    problems.append(
+        f"MODEL: expected {', '.join(presets)}, a config.json or a checkpoint folder, got {model!r}, "
+        f"which is no file{hint}"
+    )
+    return None
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _memory(text: Any, found: list[str]) -> float | None:
+    if text is None:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        found.append(f"--device-memory-gib: expected a number above 0, such as 80, got {text!r}")
+        return None
+    return value
+
+
+def _reshard(text: Any, found: list[str]) -> bool | int:
+    value = str(True if text is None else text).lower()
+    if value in ("true", "false"):
+        return value == "true"
+    if value.isdecimal() and int(value) >= 1:
+        return int(value)
+    found.append(f"--reshard-after-forward: expected true, false or a number of ranks, got {text!r}")
+    return True
