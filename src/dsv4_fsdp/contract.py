@@ -149,8 +149,11 @@ def build_contract(
     mp_policy: MixedPrecisionPolicy,
     island_reason: IslandReason,
     restore_fp32: bool,
+    where: str = "the model",
 ) -> Contract:
     """The contract over ``tensors``, in which a tied tensor may come several times under several names.
+
+    ``where`` says in errors what the names are relative to.
 
     Raises:
         ContractError: see :func:`contract_of`.
@@ -169,7 +172,7 @@ def build_contract(
         if verdict is not None and tensor.dtype not in _FLOAT32_OR_WIDER:
             below_fp32.append((f"{kind}, {short_dtype(tensor.dtype)}; {verdict}", name, tensor))
     if below_fp32:
-        _refuse_or_restore(below_fp32, restore_fp32)
+        _refuse_or_restore(below_fp32, restore_fp32, where)
 
     rule_by_tensor: WeakIdKeyDictionary = WeakIdKeyDictionary()
     for (kind, name, tensor), verdict in verdicts:
@@ -215,13 +218,13 @@ def _rule(
     return TensorRule(name, kind, storage, compute, reduce, False, reason)
 
 
-def _refuse_or_restore(below_fp32: list[NamedTensor], restore_fp32: bool) -> None:
+def _refuse_or_restore(below_fp32: list[NamedTensor], restore_fp32: bool, where: str) -> None:
     names = listing([f"{name} ({what})" for what, name, _ in below_fp32])
     count = len(below_fp32)
     if not restore_fp32:
         raise ContractError(
             f"{count} {'tensor that must be fp32 is' if count == 1 else 'tensors that must be fp32 are'} stored in a "
-            f"narrower dtype: the bits are already lost.\nexpected: float32 storage\ngot:\n{names}\n"
+            f"narrower dtype: the bits are already lost.\nexpected: float32 storage\ngot:\n{names}\nwhere: {where}\n"
             "what to do: load the checkpoint again without casting these (`from_pretrained(dtype=torch.bfloat16)` of "
             "transformers keeps them; `model.to(torch.bfloat16)` does not). If no better copy exists, pass "
             "restore_fp32=True: they are stored in fp32 from then on, but the lost bits do not come back."
@@ -279,17 +282,17 @@ def _as_names(fp32_params: Iterable[str]) -> tuple[str, ...]:
     if isinstance(fp32_params, str):
         raise ContractError(
             "fp32_params is one string.\n"
-            "expected: a collection of names, a predicate (fqn, tensor) -> bool, or a Contract\n"
+            "expected: a collection of names, or a predicate (fqn, tensor) -> bool\n"
             f"got: {fp32_params!r}\nwhat to do: write fp32_params=[{fp32_params!r}]."
         )
     names = tuple(fp32_params)
     found: tuple[object, ...] = names
     if (wrong := next((name for name in found if not isinstance(name, str)), None)) is not None:
         raise ContractError(
-            "fp32_params holds something that is no name.\n"
+            "fp32_params holds what is not a name.\n"
             "expected: a collection of names, or a predicate (fqn, tensor) -> bool\n"
             f"got: {type(fp32_params).__name__} with a {type(wrong).__name__} in it\n"
-            "what to do: give names; a Contract is what fully_shard(fp32_params=...) of a unit takes."
+            "what to do: pass names here; only fully_shard, which makes one unit, takes a Contract."
         )
     return names
 

@@ -247,6 +247,7 @@ def _contract_of_unit(
         mp_policy=mp_policy,
         island_reason=lambda name, tensor: reason_of[name, id(tensor)](name, tensor),
         restore_fp32=restore_fp32,
+        where=_describe(modules),
     )
 
 

@@ -250,14 +250,14 @@ def plan_sharding(
 def _refuse_wrong_arguments(mesh_shape: tuple[int, ...], island_units: str, reshard_after_forward: bool | int) -> None:
     if len(mesh_shape) not in (1, 2) or any(size < 1 for size in mesh_shape):
         raise ShardingError(
-            "the mesh has no shape that units can be sharded on.\n"
+            "units cannot be sharded over a mesh of this shape.\n"
             "expected: one axis (shard) or two (replicate, shard), each of size 1 or more\n"
             f"got: shape {tuple(mesh_shape)}\n"
             "what to do: pass a sub-mesh of your mesh, such as mesh['replicate', 'shard']."
         )
     if island_units not in get_args(IslandUnits):
         raise ShardingError(
-            "island_units says how fp32 islands are isolated.\n"
+            "island_units, how fp32 islands are isolated, is none of the known ways.\n"
             f"expected: {' or '.join(map(repr, get_args(IslandUnits)))}\ngot: {island_units!r}\n"
             "what to do: leave it out for the default."
         )
@@ -321,11 +321,13 @@ class _Planner:
         return self._grouped(list(params.values()))
 
     def _refuse_shared(self, params: Iterable[int]) -> None:
-        shared = [f"{', '.join(self._names[p])}: in unit {self._unit_of[p]}" for p in params if p in self._unit_of]
+        shared = [
+            f"{', '.join(self._names[p])}: {self._unit_of[p] or 'the root'}" for p in params if p in self._unit_of
+        ]
         if shared:
             raise ShardingError(
                 "a parameter would be in two units.\nexpected: all names of a tied parameter in one unit\n"
-                f"got:\n{listing(shared)}\n"
+                f"got, with the unit that takes it first:\n{listing(shared)}\n"
                 "what to do: untie them, or shard by hand, with both owners as one unit: fully_shard([a, b])."
             )
 
