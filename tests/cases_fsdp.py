@@ -244,13 +244,15 @@ def tiny_vision_tower() -> nn.Module:
     return tower
 
 
-def offload() -> dict[str, str]:
-    """Dtypes of the gradients after a step with and without CPU offload."""
+def offload() -> dict[str, list[str]]:
+    """What policy torch's units hold after a step with and without CPU offload, units in module order."""
     found = {}
     for policy in (None, CPUOffloadPolicy(pin_memory=False)):
         block = DeepseekV4Block()
         fully_shard_deepseek_v4(block, make_mesh((2,), ["dp"]), POLICY, policy)
         block(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
-        grads = {short(param.grad.dtype) for param in block.parameters() if param.grad is not None}
-        found["None" if policy is None else "CPUOffloadPolicy"] = " ".join(sorted(grads))
+        assert all(param.grad is not None for param in block.parameters())
+        states = [fsdp_state(module) for module in block.modules() if isinstance(module, FSDPModule)]
+        groups = [group for state in states for group in state._fsdp_param_groups]
+        found[type(policy).__name__] = [type(group.offload_policy).__name__ for group in groups]
     return found
