@@ -21,7 +21,6 @@ from .names import canonical_name
 __all__ = [
     "CLASS_NAMES",
     "FP32_MODULE_SUFFIXES",
-    "HOLDER_SUFFIXES",
     "MODEL_TYPE",
     "RETURNED_FP32_PARAMETER_CLASS_NAMES",
     "SELF_CASTING_FP32_MODULE_CLASS_NAMES",
@@ -81,9 +80,6 @@ RETURNED_FP32_PARAMETER_CLASS_NAMES = {"DeepseekV4FP32Parameter"}
 
 SELF_CASTING_FP32_MODULE_CLASS_NAMES = {"DeepseekV4VisionRMSNorm"}
 """Modules that compute in fp32 and return the dtype they were given; islands wherever they stand."""
-
-HOLDER_SUFFIXES = tuple(suffix for suffix in FP32_MODULE_SUFFIXES if suffix.endswith("_param"))
-"""Where NeMo puts its holders, for those who have names only; with a module in hand ask :func:`is_holder`."""
 
 # Classes that no other implementation of DeepSeek-V4 has. Transformers shares the names `DeepseekV4Model` and
 # `DeepseekV4ForCausalLM`, and its `lm_head` is bf16: reading the table above into it would be wrong.
