@@ -12,6 +12,7 @@ import dsv4_fsdp
 
 PUBLIC = [
     "Alignment",
+    "audit",
     "Contract",
     "ContractError",
     "Dsv4FsdpError",

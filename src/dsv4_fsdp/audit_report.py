@@ -120,12 +120,16 @@ class AuditReport:
         worst = causes[0]
         count = len(self.violations)
         others = f", {len(causes)} causes" if len(causes) > 1 else ""
-        such_as = f" ×{len(worst)}, such as" if len(worst) > 1 else ":"
+        such_as = f" ×{len(worst)}:" if len(worst) > 1 else ":"
+        before = f"{worst[0].kind}{such_as} "
+        # Without the reason in brackets, which the paragraph below has.
+        after = f": {worst[0].found}, must be {worst[0].expected.partition(' (')[0]}"
+        name = shorten(worst[0].name, max(24, COLUMNS - len(before) - len(after)))
         return "\n".join(
             [
                 _fit(f"VIOLATED: {count} violation{'s' * (count != 1)}{others}. {self.subject}"),
-                _fit(f"{worst[0].kind}{such_as} {worst[0].name}: {worst[0].found}, must be {worst[0].expected}"),
-                _fit(f"likely cause: {worst[0].cause}"),
+                _fit(before + name + after),
+                _fit(f"likely cause: {worst[0].cause}", "likely cause: "),
                 "",
                 _wrap(self.summary, ""),
             ]
@@ -192,11 +196,12 @@ def _wrap(text: str, label: str, *, indent: int | None = None) -> str:
     )
 
 
-def _fit(line: str) -> str:
-    """``line`` in one line: up to its last whole clause, or cut."""
+def _fit(line: str, after: str | None = None) -> str:
+    """``line`` in one line: if it is too long, up to the end of the first clause behind ``after``, or cut."""
+    start = len(line) if after is None or after not in line else line.index(after) + len(after)
     for end in (": ", ". ", " (", "; ", ", "):
-        if len(line) > COLUMNS and line.startswith("likely cause") and end in line[16:]:
-            line = line[: 16 + line[16:].index(end)]
+        if len(line) > COLUMNS and end in line[start:]:
+            line = line[: line.index(end, start)]
     return line if len(line) <= COLUMNS else f"{line[: COLUMNS - 1]}…"
 
 

@@ -398,7 +398,7 @@ def _read_bits(rows: list[AuditRow], judge: _Judge) -> tuple[list[AuditRow], lis
             elif verdict == "bf16 only" and _is_norm(row.name):
                 bf16_norms.append(row.name)
             elif verdict == "bf16 only":
-                found_text = f"{values.numel() // 4:,} fp32 numbers, each with all low 16 bits zero"
+                found_text = f"{values.numel() // 4:,} numbers, all exact in bf16"
                 violations.append(Violation("lost-bits", row.name, "values that need fp32", found_text, _LOST_BITS))
             elif verdict == "constant":
                 constants.append(row.name)
