@@ -113,7 +113,7 @@ class AuditReport:
     def _verdict(self) -> str:
         if self.ok:
             islands = sum(row.island for row in self.rows)
-            first = _fit(f"OK: no violation. {self.subject}")
+            first = self._headline("OK: no violation.")
             counts = f"{islands} fp32 island{'s' * (islands != 1)} among {len(self.rows)} tensors."
             return f"{first}\n{counts}\n{_wrap(self.summary, '')}"
         causes = _by_cause(self.violations)
@@ -127,13 +127,16 @@ class AuditReport:
         name = shorten(worst[0].name, max(24, COLUMNS - len(before) - len(after)))
         return "\n".join(
             [
-                _fit(f"VIOLATED: {count} violation{'s' * (count != 1)}{others}. {self.subject}"),
+                self._headline(f"VIOLATED: {count} violation{'s' * (count != 1)}{others}."),
                 _fit(before + name + after),
                 _fit(f"likely cause: {worst[0].cause}", "likely cause: "),
                 "",
                 _wrap(self.summary, ""),
             ]
         )
+
+    def _headline(self, verdict: str) -> str:
+        return f"{verdict} {shorten(self.subject, COLUMNS - len(verdict) - 1)}"
 
 
 def _by_cause(violations: Iterable[Violation]) -> list[list[Violation]]:

@@ -399,7 +399,7 @@ def _read_bits(rows: list[AuditRow], judge: _Judge) -> tuple[list[AuditRow], lis
                 bf16_norms.append(row.name)
             elif verdict == "bf16 only":
                 found_text = f"{values.numel() // 4:,} numbers, all exact in bf16"
-                violations.append(Violation("lost-bits", row.name, "values that need fp32", found_text, _LOST_BITS))
+                violations.append(Violation("lost-bits", row.name, "fp32 values", found_text, _LOST_BITS))
             elif verdict == "constant":
                 constants.append(row.name)
             row = replace(row, bits=verdict)

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from .commands.audit import audit
 from .commands.plan import plan
 
 __all__ = ["main"]
@@ -120,6 +121,7 @@ def _as_options(overrides: dict[str, str]) -> list[str]:
 
 
 app.command()(plan)
+app.command()(audit)
 
 if __name__ == "__main__":
     main()

@@ -552,7 +552,7 @@ def _judge_bits(everyone: list[_Testimony]) -> tuple[list[Violation], list[str],
     lost = [fqn for fqn, verdict in verdicts.items() if verdict == "bf16 only"]
     norms = [fqn for fqn in lost if fqn.endswith("norm.weight")]
     constants = [fqn for fqn, verdict in verdicts.items() if verdict == "constant"]
-    expected, found = "values that need fp32", "all numbers exact in bf16"
+    expected, found = "fp32 values", "all numbers exact in bf16"
     violations = [Violation("lost-bits", fqn, expected, found, _LOST_BITS) for fqn in lost if fqn not in norms]
     notes = []
     if norms:
