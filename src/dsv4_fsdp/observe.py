@@ -25,10 +25,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .names import canonical_name
-from .torch_private import owners_of, parameter_groups
+from .torch_private import TorchDispatchMode, owners_of, parameter_groups
 
 __all__ = ["Observations", "observe_step"]
 

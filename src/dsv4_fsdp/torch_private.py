@@ -20,12 +20,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from .errors import UnsupportedTorch
 
 __all__ = [
     "CHECKED_TORCH_VERSIONS",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "fake_store",
     "fsdp_state",
     "grouping_hook",
     "has_native_override",
@@ -35,6 +41,7 @@ __all__ = [
     "reduce_dtype",
     "require_grouped_units",
     "sharded_before",
+    "tree_leaves",
     "unreduced_gradient",
 ]
 
@@ -64,6 +71,11 @@ def _fully_shard_module() -> Any:
 
 def _init_module() -> Any:
     return importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_init")
+
+
+def fake_store() -> Any:
+    """The store of torch's fake process group, in which collectives return at once: for plans, never for training."""
+    return importlib.import_module("torch.testing._internal.distributed.fake_pg").FakeStore()
 
 
 def require_grouped_units() -> None:

@@ -6,7 +6,7 @@ activations          what autograd keeps of each kind of block, measured by runn
 memory               a plan and activations -> bytes per rank, by name, at each moment of a step
 communication        a plan and a cluster -> collectives and bytes per step, inside nodes and between them
 simulation           the real ``fully_shard`` on a fake process group, to compare a plan with
-torch_simulation     the private torch names that only planning uses
+fake_mesh            a mesh without other processes
 estimate             all of these together for one configuration
 hints, search        other configurations
 render, picture      as text and as PNG

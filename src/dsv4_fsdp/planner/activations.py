@@ -22,13 +22,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from dsv4_fsdp.alignment import indexer_parameters
 from dsv4_fsdp.model_layout import layout_of
-
-from .torch_simulation import FakeTensorMode
+from dsv4_fsdp.torch_private import FakeTensorMode, TorchDispatchMode, tree_leaves
 
 __all__ = ["Activations", "BlockActivations", "Part", "measure_activations"]
 

@@ -17,7 +17,7 @@ from dsv4_fsdp.parallelize import parallelize
 from dsv4_fsdp.plan import ShardingPlan
 from dsv4_fsdp.torch_private import parameter_groups
 
-from .torch_simulation import fake_mesh
+from .fake_mesh import fake_mesh
 
 __all__ = ["simulate"]
 

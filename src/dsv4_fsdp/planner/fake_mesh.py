@@ -1,7 +1,4 @@
-"""The private torch names that only planning uses: fake tensors and the fake process group.
-
-Apart from :mod:`dsv4_fsdp.torch_private`, because nothing that trains may import them. Checked on torch 2.13.0.
-"""
+"""A mesh without other processes, on torch's fake process group. Checked on torch 2.13.0."""
 
 from __future__ import annotations
 
@@ -9,10 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-__all__ = ["FakeTensorMode", "fake_mesh"]
+from dsv4_fsdp.torch_private import fake_store
+
+__all__ = ["fake_mesh"]
 
 
 @contextmanager
@@ -21,14 +19,12 @@ def fake_mesh(shape: tuple[int, ...]) -> Iterator[DeviceMesh]:
 
     Raises ``RuntimeError`` if this process has a default process group already.
     """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     if dist.is_initialized():
         raise RuntimeError("a plan is checked in a process without a process group, and this one has one already")
     world_size = 1
     for size in shape:
         world_size *= size
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    dist.init_process_group("fake", store=fake_store(), rank=0, world_size=world_size)
     try:
         yield init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     finally:
