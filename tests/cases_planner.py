@@ -1,0 +1,149 @@
+"""The cases of ``test_planner.py`` that run in ranks: train one real step, and count what is really there."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from cases_plan import LENGTHS, LINES
+from reference import Recorder, logits_of, token_loss
+from tiny_models import tiny_batch, tiny_transformers
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from dsv4_fsdp import ShardingPlan, parallelize
+from dsv4_fsdp.names import canonical_name
+from dsv4_fsdp.torch_private import parameter_groups
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3, foreach=True),
+    "sgd": lambda params: torch.optim.SGD(params, lr=1e-3, foreach=True),
+    "sgd-momentum": lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9, foreach=True),
+}
+
+
+@dataclass
+class LiveBytes:
+    """What one rank held after a step, islands apart: (others, islands) each, and what it sent."""
+
+    plan: ShardingPlan
+    shard_coordinate: int
+    parameters: tuple[int, int]
+    gradients: tuple[int, int]
+    optimizer: tuple[int, int]
+    collectives: Counter[tuple[str, str, int, int]]
+    """(kind, dtype, ranks of the group, payload bytes) -> how many."""
+
+
+def mesh_of(shape: tuple[int, ...]) -> Any:
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+
+
+def train_a_step(line_name: str, mesh_shape: tuple[int, ...], optimizer_name: str) -> LiveBytes:
+    """Parallelize the line's model, run one step, and add up the storages that are live then."""
+    line = LINES[line_name]
+    model = line.build()
+    mesh = mesh_of(mesh_shape)
+    plan = parallelize(model, mesh, **line.kwargs)
+    # While the root is gathered it has other parameters registered, so the sharded ones come from the groups.
+    params = {canonical_name(name): param for name, param in model.named_parameters()}
+    optimizer = OPTIMIZERS[optimizer_name]([param for param in params.values() if param.requires_grad])
+    batch = tiny_batch(line.kind, LENGTHS[line.kind])
+    with Recorder() as recorder:
+        token_loss(logits_of(model(input_ids=batch.input_ids)), batch).backward()
+    optimizer.step()
+    params = {canonical_name(name): param for name, param in model.named_parameters()}
+    islands = {p.fqn for unit in plan.units for group in unit.groups for p in group.params if p.island}
+
+    def both(tensors: dict[str, list[torch.Tensor]]) -> tuple[int, int]:
+        return (
+            _storage_bytes(t for name, ts in tensors.items() if name not in islands for t in ts),
+            _storage_bytes(t for name, ts in tensors.items() if name in islands for t in ts),
+        )
+
+    return LiveBytes(
+        plan,
+        mesh.get_coordinate()[-1],
+        both({name: [param.detach()] for name, param in params.items()}),
+        both({name: [param.grad] for name, param in params.items() if param.grad is not None}),
+        both(
+            {
+                name: [value for value in optimizer.state[param].values() if isinstance(value, torch.Tensor)]
+                for name, param in params.items()
+            }
+        ),
+        Counter(
+            (c.kind, str(c.dtype).removeprefix("torch."), c.group_size, _payload(c))
+            for c in recorder.collectives
+            if not (c.kind == "all_reduce" and c.numel == 1)  # NeMo's own alignment
+        ),
+    )
+
+
+def _payload(collective: Any) -> int:
+    whole = collective.group_size if collective.kind == "all_gather" else 1
+    return int(collective.numel * collective.dtype.itemsize * whole)
+
+
+def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the storages behind ``tensors``, each once: padding counts, and a gradient that is part of a larger
+    buffer counts as the buffer."""
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    return sum({s._cdata: s.nbytes() for s in (t.untyped_storage() for t in local)}.values())
+
+
+# --- What autograd keeps ----------------------------------------------------------------------------------------------
+
+
+def kept_by_a_real_forward(
+    *, batch: int, length: int, checkpointing: bool = False, experts: str = "grouped_mm", sharded: bool = False
+) -> int:
+    """Bytes that autograd keeps of a forward with loss on this process's CPU, without parameters and buffers."""
+    model = tiny_transformers()
+    model.config._experts_implementation = experts  # type: ignore[union-attr]
+    if sharded:
+        parallelize(model, mesh_of((dist.get_world_size(),)), activation_checkpointing=checkpointing)
+    elif checkpointing:
+        _checkpoint_every_block(model)
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage._cdata] = storage
+        return tensor
+
+    def keep_inputs(_: nn.Module, args: Any, kwargs: Any) -> None:
+        for value in tree_leaves((args, kwargs)):  # RoPE tables come in a dict
+            if isinstance(value, torch.Tensor):
+                keep(value)
+
+    if checkpointing:
+        for block in model.get_submodule("model.layers").children():
+            block.register_forward_pre_hook(keep_inputs, with_kwargs=True)
+    ids = torch.randint(0, 128, (batch, length))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
+        loss = nn.functional.cross_entropy(logits.float(), ids[:, 1:].flatten(), reduction="sum")
+    own = [*model.parameters(), *model.buffers()]
+    ours = {(t.to_local() if isinstance(t, DTensor) else t).untyped_storage()._cdata for t in own}
+    for _, group in parameter_groups(model):
+        for param in group.fsdp_params:
+            # What a unit is gathered into; freed or not, it is the unit's and not autograd's.
+            ours |= {t.untyped_storage()._cdata for t in param.all_gather_outputs}
+    total = sum(storage.nbytes() for key, storage in kept.items() if key not in ours)
+    loss.backward()
+    return total
+
+
+def _checkpoint_every_block(model: nn.Module) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+
+    layers = model.get_submodule("model.layers")
+    for name, block in list(layers.named_children()):
+        layers.register_module(name, checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT))
