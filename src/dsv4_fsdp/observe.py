@@ -24,10 +24,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from .names import canonical_name
-from .torch_private import TorchDispatchMode, owners_of, parameter_groups
+from .torch_private import TorchDispatchMode, owners_of, parameter_groups, pytree
 
 __all__ = ["Observations", "observe_step"]
 

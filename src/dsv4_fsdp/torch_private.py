@@ -22,8 +22,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from .errors import UnsupportedTorch
 
@@ -38,10 +38,10 @@ __all__ = [
     "managed_parameters",
     "owners_of",
     "parameter_groups",
+    "pytree",
     "reduce_dtype",
     "require_grouped_units",
     "sharded_before",
-    "tree_leaves",
     "unreduced_gradient",
 ]
 

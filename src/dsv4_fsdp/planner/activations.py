@@ -25,7 +25,7 @@ from torch import nn
 
 from dsv4_fsdp.alignment import indexer_parameters
 from dsv4_fsdp.model_layout import layout_of
-from dsv4_fsdp.torch_private import FakeTensorMode, TorchDispatchMode, tree_leaves
+from dsv4_fsdp.torch_private import FakeTensorMode, TorchDispatchMode, pytree
 
 __all__ = ["Activations", "BlockActivations", "Part", "measure_activations"]
 
@@ -182,7 +182,7 @@ class _Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
+        for leaf in pytree.tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
                 self.number_of(leaf)
         return out
@@ -217,7 +217,7 @@ def _run(blocks: Sequence[nn.Module], model: nn.Module, batch: int, sequence: in
 
         def before(part: int) -> Callable[..., None]:
             def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
-                tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+                tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
                 # What all blocks are handed (RoPE tables, mask, ids) was made by the prelude and stays for all of them.
                 for tensor in tensors:
                     number = ledger.number_of(tensor)
@@ -234,7 +234,7 @@ def _run(blocks: Sequence[nn.Module], model: nn.Module, batch: int, sequence: in
         def after(part: int) -> Callable[..., None]:
             def hook(_: nn.Module, args: Any, output: Any) -> None:
                 if part == num_parts - 2:
-                    for leaf in tree_leaves(output):
+                    for leaf in pytree.tree_leaves(output):
                         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                             leaf.register_hook(begins_in_backward(part))
                     forward_marks.append(ledger.mark())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from dsv4_fsdp.contract import Contract, contract_of
@@ -86,6 +88,16 @@ class Estimate:
         """What one rank sends in a step."""
         return sum(row.moved_bytes for row in self.traffic)
 
+    @property
+    def padding_fraction(self) -> float:
+        """Share of all gathered bytes that is padding: 0.6 where 384 experts lie on a shard axis of 1,024 ranks."""
+        gathered = needed = 0
+        for unit in self.plan.units:
+            for group in unit.groups:
+                gathered += group.all_gather_bytes
+                needed += sum(math.prod(p.shape) * getattr(torch, p.compute).itemsize for p in group.params)
+        return 1 - needed / gathered if gathered else 0.0
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON: everything shown, and the whole plan."""
         plan = asdict(self.plan)
@@ -113,6 +125,7 @@ class Estimate:
                 }
                 for peak in self.unit_peaks
             ],
+            "padding_fraction": self.padding_fraction,
             "activations": asdict(self.activations),
             "traffic_per_step": [asdict(row) | {"moved_bytes": row.moved_bytes} for row in self.traffic],
             "host_bytes_per_node": asdict(self.host),

@@ -15,11 +15,14 @@ def hint(estimator: Estimator, estimate: Estimate) -> str | None:
     if estimate.spare_bytes is None or estimate.spare_bytes >= 0:
         return None
     settings, cluster = estimate.settings, estimate.cluster
+    if not isinstance(settings.reshard_after_forward, bool):
+        # A number of ranks need not divide another shard axis.
+        settings = replace(settings, reshard_after_forward=True)
     changes = {
         "--activation-checkpointing": replace(settings, activation_checkpointing=True),
         "--offload": replace(settings, offload=True),
         "--reshard-after-forward true": replace(settings, reshard_after_forward=True),
-        "--replicate 1": replace(settings, replicate=1),
+        **{f"--replicate {n}": replace(settings, replicate=n) for n in cluster.replica_counts},
         "--storage bf16": replace(settings, storage="bf16"),
         "--optimizer adamw-8bit": replace(settings, optimizer="adamw-8bit"),
     }

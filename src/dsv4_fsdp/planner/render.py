@@ -165,6 +165,12 @@ def _host_table(estimate: Estimate) -> Table:
 def _notes(estimate: Estimate, checked: bool) -> list[str]:
     plan = estimate.plan
     notes = [f"Plan {plan.hash[:16]}: {len(plan.units)} units, {len(plan.frozen_fqns)} indexer parameters frozen."]
+    if estimate.padding_fraction > 0.05:
+        notes.append(
+            f"Padding is {estimate.padding_fraction:.0%} of what is gathered and reduced: dim 0 of the weights does not "
+            f"fill {plan.mesh_shape[-1]} ranks."
+        )
+        notes.append("A shard axis that divides it (--replicate) moves and holds less.")
     if checked:
         notes.append("Verified: fully_shard on a fake process group built exactly this plan.")
     return notes

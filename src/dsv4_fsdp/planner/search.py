@@ -73,7 +73,7 @@ def candidate_settings(request: Request) -> Iterator[TrainingSettings]:
         return [getattr(settings, name)] if name in given else list(options)
 
     for replicate, storage, reshard, offload, checkpointing in itertools.product(
-        values("replicate", _replicas(request.cluster)),
+        values("replicate", request.cluster.replica_counts),
         values("storage", STORAGES),
         values("reshard_after_forward", (True, False)),
         values("offload", (False, True)),
@@ -101,17 +101,6 @@ def search_configurations(estimator: Estimator, request: Request) -> Found:
         tuple(sorted((c for c in candidates if not c.reason), key=lambda c: _cost(c.estimate))),
         tuple(sorted((c for c in candidates if c.reason), key=lambda c: c.estimate.needed_bytes)),
     )
-
-
-def _replicas(cluster: Cluster) -> list[int]:
-    """1, and replicas that fill a node, 2, 4, ... nodes each."""
-    found = [1]
-    size = cluster.ranks_per_node
-    while size < cluster.ranks:
-        if cluster.ranks % size == 0:
-            found.append(cluster.ranks // size)
-        size *= 2
-    return found
 
 
 def _reason(estimate: Estimate) -> str:

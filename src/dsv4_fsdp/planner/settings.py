@@ -41,6 +41,17 @@ class Cluster:
         return math.ceil(self.ranks / self.ranks_per_node)
 
     @property
+    def replica_counts(self) -> list[int]:
+        """Replicas worth trying: 1 (FSDP), and as many as make a replica fill 1, 2, 4, ... nodes."""
+        found = [1]
+        size = self.ranks_per_node
+        while size < self.ranks:
+            if self.ranks % size == 0:
+                found.append(self.ranks // size)
+            size *= 2
+        return found
+
+    @property
     def device_memory_bytes(self) -> int | None:
         return None if self.device_memory_gib is None else int(self.device_memory_gib * 2**30)
 
