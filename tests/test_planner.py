@@ -333,13 +333,26 @@ def test_search_ranks_what_fits_by_bytes_moved_between_nodes_and_in_all(tiny: Es
     found = search(tiny, peaks[len(peaks) // 2] / (1 - MARGIN_FRACTION) / 2**30)
     assert found.fitting
     assert found.rejected
-    costs = [(sum(r.inter_node_bytes for r in c.estimate.traffic), c.estimate.moved_bytes) for c in found.fitting]
+    costs = [
+        (sum(r.inter_node_bytes for r in e.traffic) + e.host_copy_bytes, e.moved_bytes)
+        for e in (candidate.estimate for candidate in found.fitting)
+    ]
     assert costs == sorted(costs)
     for candidate in found.rejected:
         assert candidate.estimate.spare_bytes < 0
         assert "too much: " in candidate.reason
         assert any(term in candidate.reason for term in candidate.estimate.peak.terms)
     assert all(candidate.estimate.spare_bytes >= 0 for candidate in found.fitting)
+
+
+def test_offload_copies_shards_for_each_gather_and_gradients_back(tiny: Estimator) -> None:
+    """By hand: forward and backward gather the blocks, forward alone the embedding, the head and the root."""
+    base, offloaded = estimates(tiny), estimates(tiny, offload=True)
+    blocks = sum(g.shard_bytes for unit in base.plan.units if unit.role == "block" for g in unit.groups)
+    state = base.state
+    parameters, gradients = (getattr(state, n) + getattr(state, f"island_{n}") for n in ("parameters", "gradients"))
+    assert base.host_copy_bytes == 0
+    assert offloaded.host_copy_bytes == parameters + blocks + gradients
 
 
 def test_search_leaves_alone_what_was_said(tiny: Estimator) -> None:

@@ -85,8 +85,23 @@ class Estimate:
 
     @property
     def moved_bytes(self) -> int:
-        """What one rank sends in a step."""
+        """What one rank sends to others in a step."""
         return sum(row.moved_bytes for row in self.traffic)
+
+    @property
+    def inter_node_bytes(self) -> int:
+        """The part of it that goes between nodes."""
+        return sum(row.inter_node_bytes for row in self.traffic)
+
+    @property
+    def host_copy_bytes(self) -> int:
+        """With CPU offload: shards copied to the device for each gather, and gradients copied back, per step."""
+        if not self.settings.offload:
+            return 0
+        shards = sum(
+            group.shard_bytes * (1 + unit.gathers_in_backward) for unit in self.plan.units for group in unit.groups
+        )
+        return shards + self.state.gradients + self.state.island_gradients
 
     @property
     def padding_fraction(self) -> float:
@@ -128,6 +143,7 @@ class Estimate:
             "padding_fraction": self.padding_fraction,
             "activations": asdict(self.activations),
             "traffic_per_step": [asdict(row) | {"moved_bytes": row.moved_bytes} for row in self.traffic],
+            "host_copy_bytes_per_step": self.host_copy_bytes,
             "host_bytes_per_node": asdict(self.host),
             "export_bytes": self.export_bytes,
             "checkpoint_bytes": self.checkpoint_bytes,

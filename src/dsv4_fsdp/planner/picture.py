@@ -73,7 +73,7 @@ def draw(estimates: Sequence[Estimate], path: Path) -> None:
         (last_forward + 0.5, len(moments) - 1.5, "backward"),
     ):
         line.text((start + end) / 2, 0.965 * top, text, ha="center", va="top", fontsize=9)
-    line.text(len(moments) - 1.7, 0.89 * top, "optimizer", ha="right", va="top", fontsize=9)
+    line.text(len(moments) - 1.7, 0.965 * top, "optimizer", ha="right", va="top", fontsize=9)
     peak = moments.index(first.peak)
     line.annotate(
         f"{first.peak.label}: {first.peak.total_bytes / _GIB:.1f} GiB",

@@ -42,9 +42,10 @@ def answer(estimate: Estimate, hint: str | None = None) -> list[str]:
 
 def sends(estimate: Estimate) -> str:
     """What one rank sends in a step, in one line."""
-    inter = sum(row.inter_node_bytes for row in estimate.traffic)
-    intra = sum(row.intra_node_bytes for row in estimate.traffic)
-    return f"One step moves {gib(intra + inter)} per rank: {gib(intra)} inside nodes, {gib(inter)} between nodes"
+    inter = estimate.inter_node_bytes
+    intra = estimate.moved_bytes - inter
+    text = f"One step moves {gib(intra + inter)} per rank: {gib(intra)} inside nodes, {gib(inter)} between nodes"
+    return text if not estimate.host_copy_bytes else f"{text}; {gib(estimate.host_copy_bytes)} host copies"
 
 
 def estimate_text(estimate: Estimate, hint: str | None = None, *, checked: bool = False) -> RenderableType:
@@ -141,8 +142,8 @@ def _traffic_table(estimate: Estimate) -> Table:
             str(row.count),
             *map(gib, (row.payload_bytes, row.intra_node_bytes, row.inter_node_bytes)),
         )
-    intra = sum(row.intra_node_bytes for row in estimate.traffic)
-    inter = sum(row.inter_node_bytes for row in estimate.traffic)
+    inter = estimate.inter_node_bytes
+    intra = estimate.moved_bytes - inter
     count = sum(row.count for row in estimate.traffic)
     table.add_row("total", "", "", str(count), "", gib(intra), gib(inter), style="bold")
     return table
@@ -167,8 +168,8 @@ def _notes(estimate: Estimate, checked: bool) -> list[str]:
     notes = [f"Plan {plan.hash[:16]}: {len(plan.units)} units, {len(plan.frozen_fqns)} indexer parameters frozen."]
     if estimate.padding_fraction > 0.05:
         notes.append(
-            f"Padding is {estimate.padding_fraction:.0%} of what is gathered and reduced: dim 0 of the weights does not "
-            f"fill {plan.mesh_shape[-1]} ranks."
+            f"Padding is {estimate.padding_fraction:.0%} of what is gathered: dim 0 of the weights does not fill "
+            f"{plan.mesh_shape[-1]} ranks."
         )
         notes.append("A shard axis that divides it (--replicate) moves and holds less.")
     if checked:

@@ -4,8 +4,10 @@ What varies: replicas (FSDP over all ranks; HSDP within a node, and within 2, 4,
 CPU offload and activation checkpointing. What the command line said is left alone, and so are batch, sequence and
 optimizer. Expert parallelism is not among them: ``parallelize`` cannot shard it yet, and the result says so.
 
-Fitting ones are ordered by bytes between nodes, then by bytes in all, then by recomputed blocks and offload, which cost
-time that bytes do not show; fp32 masters come before bf16 storage where all else is equal, being safer to train with.
+Fitting ones are ordered by the bytes on slow ways (between nodes, and with offload between host and device), then by
+bytes in all, then by recomputing, which costs time that bytes do not show; fp32 masters come before bf16 storage where
+all else is equal, being safer to train with. Host memory is shown and not judged: the command does not know how much
+a node has.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class Candidate:
             "needed_bytes": estimate.needed_bytes,
             "spare_bytes": estimate.spare_bytes,
             "moved_bytes": estimate.moved_bytes,
-            "inter_node_bytes": _inter(estimate),
+            "inter_node_bytes": estimate.inter_node_bytes,
+            "host_copy_bytes": estimate.host_copy_bytes,
             "host_bytes_per_node": estimate.host.offload,
             "reason": self.reason,
         }
@@ -112,16 +115,11 @@ def _reason(estimate: Estimate) -> str:
     return f"{gib(-spare)} too much: {name} {gib(size)}"
 
 
-def _inter(estimate: Estimate) -> int:
-    return sum(row.inter_node_bytes for row in estimate.traffic)
-
-
 def _cost(estimate: Estimate) -> tuple[Any, ...]:
     settings = estimate.settings
     return (
-        _inter(estimate),
+        estimate.inter_node_bytes + estimate.host_copy_bytes,
         estimate.moved_bytes,
-        settings.offload,
         settings.activation_checkpointing,
         settings.storage != "fp32",
     )
@@ -138,8 +136,8 @@ def search_text(found: Found, *, limit: int = 12) -> RenderableType:
             Text(f"{len(found.fitting)} {head}", style="bold green"),
             Text(f"Least moved: {best.settings.describe(found.cluster)}"),
             Text(
-                f"It needs {gib(best.needed_bytes)}, {gib(best.spare_bytes or 0)} to spare, and moves "
-                f"{gib(best.moved_bytes)} per rank and step, {gib(_inter(best))} of it between nodes"
+                f"It needs {gib(best.needed_bytes)}, {gib(best.spare_bytes or 0)} to spare; a step moves "
+                f"{gib(best.moved_bytes)} per rank, {gib(best.inter_node_bytes)} between nodes"
             ),
         ]
     else:
@@ -150,16 +148,12 @@ def search_text(found: Found, *, limit: int = 12) -> RenderableType:
             Text(f"Nearest: {nearest.estimate.settings.describe(found.cluster)}: {nearest.reason}"),
             Text("In the way: " + ", ".join(f"{name} ({count} times)" for name, count in reasons.most_common(3))),
         ]
-    fits = section(["configuration", "needs", "moved", "between nodes", "host/node"])
+    fits = section(["configuration", "needs", "moved", "inter-node", "host copies", "host"])
     for candidate in found.fitting[:limit]:
         estimate = candidate.estimate
-        fits.add_row(
-            estimate.settings.describe(found.cluster),
-            gib(estimate.needed_bytes),
-            gib(estimate.moved_bytes),
-            gib(_inter(estimate)),
-            gib(estimate.host.offload) if estimate.host.offload else "-",
-        )
+        offload = (estimate.host_copy_bytes, estimate.host.offload) if estimate.settings.offload else ()
+        sizes = (estimate.needed_bytes, estimate.moved_bytes, estimate.inter_node_bytes, *offload)
+        fits.add_row(estimate.settings.describe(found.cluster), *(f"{size / 2**30:,.1f}" for size in sizes))
     if len(found.fitting) > limit:
         fits.add_row(f"... and {len(found.fitting) - limit} more (--json has all)")
     rejected = section(["configuration", "why"])
@@ -169,6 +163,14 @@ def search_text(found: Found, *, limit: int = 12) -> RenderableType:
     if len(found.rejected) > limit:
         rejected.add_row(f"... and {len(found.rejected) - limit} more (--json has all)", "")
     parts: list[RenderableType] = [*lines, Text("")]
-    parts += [Text("Fitting, least moved first", style="bold"), fits, Text("")] if found.fitting else []
+    parts += (
+        [
+            Text("Fitting, least moved first (GiB per rank and step; host memory in GiB per node)", style="bold"),
+            fits,
+            Text(""),
+        ]
+        if found.fitting
+        else []
+    )
     parts += [Text("Not fitting, nearest first", style="bold"), rejected, Text("")] if found.rejected else []
     return Group(*parts, Text("Not tried: expert parallelism (parallelize cannot shard it yet)", style="dim"))
