@@ -326,7 +326,18 @@ def test_nemo_layout_is_read_into_nemo_models_only(model: nn.Module) -> None:
         (lambda fqn, tensor: tensor.ndim == 1, {"sinks"}),
         (lambda fqn, tensor: fqn.endswith("too.weight"), {"sinks_too.weight"}),
     ],
-    ids=str,
+    ids=[
+        "bare parameter",
+        "module",
+        "weight",
+        "star",
+        "tuple",
+        "set",
+        "iterator",
+        "nothing",
+        "predicate of the tensor",
+        "predicate of the name",
+    ],
 )
 def test_the_caller_names_islands(names: Any, islands: set[str]) -> None:
     """Names at dot boundaries in any collection, one that can be read only once too, or a predicate."""
