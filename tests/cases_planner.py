@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -37,8 +36,8 @@ class LiveBytes:
     parameters: tuple[int, int]
     gradients: tuple[int, int]
     optimizer: tuple[int, int]
-    collectives: Counter[tuple[str, str, int, int]]
-    """(kind, dtype, ranks of the group, payload bytes) -> how many."""
+    collectives: list[tuple[str, str, int, int]]
+    """(kind, dtype, ranks of the group, payload bytes) of each, in order."""
 
 
 def mesh_of(shape: tuple[int, ...]) -> Any:
@@ -78,11 +77,11 @@ def train_a_step(line_name: str, mesh_shape: tuple[int, ...], optimizer_name: st
                 for name, param in params.items()
             }
         ),
-        Counter(
+        [
             (c.kind, str(c.dtype).removeprefix("torch."), c.group_size, _payload(c))
             for c in recorder.collectives
             if not (c.kind == "all_reduce" and c.numel == 1)  # NeMo's own alignment
-        ),
+        ],
     )
 
 

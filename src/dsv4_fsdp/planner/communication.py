@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dsv4_fsdp.plan import ShardingPlan
+from dsv4_fsdp.plan import GroupPlan, ShardingPlan, UnitPlan
 
 from .settings import Cluster
 
@@ -57,29 +57,58 @@ class Traffic:
 
 
 def collectives(plan: ShardingPlan) -> Iterator[Collective]:
-    """The collectives for parameters and gradients of one step with one micro-batch, unit by unit.
+    """The collectives for parameters and gradients of one step with one micro-batch, in the order in which they start.
 
-    A group of several compute dtypes (torch's native override) travels as bytes.
+    Forward gathers the root, then the units as they run. In backward each unit, while it is at work, has the one before
+    it gathered, as many groups of it as it has itself, last group first; then it reduces, last group first, each
+    all-reduce right after its reduce-scatter. Gradients of a unit whose input needs none (the first that trains) wait
+    for the end of backward, and so do the root's, which go before them. The order is that of grouped units; with
+    nested ones it is the plan's.
     """
-    shard = plan.mesh_shape[-1]
-    replicate = plan.mesh_shape[0] if len(plan.mesh_shape) == 2 else None
-    for unit in plan.units:
+    *running, root = plan.units
+    for unit in (root, *running):
         for group in unit.groups:
-            compute = group.computes[0] if len(group.computes) == 1 else "uint8"
+            yield from _gather(plan, group, plan.mesh_shape[-1])
+    # Where the root holds the embedding, what it passes on needs a gradient.
+    first = None if root.trains and running[0].role != "embedding" else next((u for u in running if u.trains), None)
+    gathered: set[int] = set()
+    for position in reversed(range(len(running))):
+        unit = running[position]
+        previous = running[position - 1] if position else None
+        wanted = [(unit, group) for group in reversed(unit.groups)]
+        if previous is not None:
+            wanted += [(previous, group) for group in list(reversed(previous.groups))[: len(unit.groups)]]
+        for owner, group in wanted:
+            if owner.gathers_in_backward and id(group) not in gathered:
+                gathered.add(id(group))
+                reshard = owner.reshard_after_forward
+                # A number of ranks: what they share after forward is gathered among these only.
+                ranks = plan.mesh_shape[-1] if isinstance(reshard, bool) or reshard is None else reshard
+                yield from _gather(plan, group, ranks)
+        if unit is not first:
+            yield from _reduce(plan, unit)
+    yield from _reduce(plan, root)
+    if first is not None:
+        yield from _reduce(plan, first)
+
+
+def _gather(plan: ShardingPlan, group: GroupPlan, ranks: int) -> Iterator[Collective]:
+    # A group of several compute dtypes (torch's native override) travels as bytes.
+    dtype = group.computes[0] if len(group.computes) == 1 else "uint8"
+    if plan.mesh_shape[-1] > 1:
+        yield Collective("all_gather", "shard", dtype, ranks, group.all_gather_bytes)
+
+
+def _reduce(plan: ShardingPlan, unit: UnitPlan) -> Iterator[Collective]:
+    shard = plan.mesh_shape[-1]
+    for group in reversed(unit.groups):
+        if group.reduce_scatter_bytes:
+            assert group.reduce is not None
             if shard > 1:
-                yield Collective("all_gather", "shard", compute, shard, group.all_gather_bytes)
-                if unit.gathers_in_backward:
-                    reshard = unit.reshard_after_forward
-                    # A number of ranks: what they share after forward is gathered among these only.
-                    ranks = shard if isinstance(reshard, bool) or reshard is None else reshard
-                    yield Collective("all_gather", "shard", compute, ranks, group.all_gather_bytes)
-            if group.reduce_scatter_bytes:
-                assert group.reduce is not None
-                if shard > 1:
-                    yield Collective("reduce_scatter", "shard", group.reduce, shard, group.reduce_scatter_bytes)
-                if replicate is not None:
-                    payload = group.reduce_scatter_bytes // shard
-                    yield Collective("all_reduce", "replicate", group.reduce, replicate, payload)
+                yield Collective("reduce_scatter", "shard", group.reduce, shard, group.reduce_scatter_bytes)
+            if len(plan.mesh_shape) == 2:
+                payload = group.reduce_scatter_bytes // shard
+                yield Collective("all_reduce", "replicate", group.reduce, plan.mesh_shape[0], payload)
 
 
 def traffic(plan: ShardingPlan, cluster: Cluster, *, micro_batches: int = 1) -> tuple[Traffic, ...]:
