@@ -21,6 +21,7 @@ PUBLIC = [
     "UnsupportedTorch",
     "contract_of",
     "fully_shard",
+    "keep_fp32_islands",
     "materialize",
     "parallelize",
     "plan_sharding",

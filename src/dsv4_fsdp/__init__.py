@@ -10,6 +10,7 @@ from .errors import Dsv4FsdpError as Dsv4FsdpError
 from .errors import ShardingError as ShardingError
 from .errors import UnsupportedTorch as UnsupportedTorch
 from .grouped_unit import fully_shard as fully_shard
+from .integrations import keep_fp32_islands as keep_fp32_islands
 from .live_precision import precision_table as precision_table
 from .live_precision import read_back as read_back
 from .materialize import materialize as materialize

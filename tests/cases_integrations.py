@@ -1,0 +1,142 @@
+"""Other people's trainers, with our line in them and without; run inside ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from cases_parity import batches_for
+from reference import LockstepResult, lockstep
+from tiny_models import island_names
+from torch import nn
+
+from dsv4_fsdp import keep_fp32_islands
+from dsv4_fsdp.torch_private import fsdp_state
+
+EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
+
+
+def unit_names(model: nn.Module) -> list[str]:
+    """Every module that carries a unit's hooks; the members of a list unit each."""
+    return [name for name, module in model.named_modules() if fsdp_state(module) is not None]
+
+
+def watch_compute_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    """The dtype of each parameter as the forward of its own module finds it; filled by every forward from now on."""
+    seen: dict[str, torch.dtype] = {}
+
+    def note(name: str, module: nn.Module, args: Any) -> None:
+        for own, param in module.named_parameters(recurse=False):
+            seen[f"{name}.{own}"] = param.dtype
+
+    for name, module in model.named_modules():
+        # FSDP2 puts its own pre-forward hook first, so this one sees the gathered parameter.
+        module.register_forward_pre_hook(functools.partial(note, name))
+    return seen
+
+
+# --- transformers, native ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class NativeResult:
+    units: list[str]
+    island_dtypes: set[torch.dtype]
+    """What the islands were computed in."""
+    trainable_indexer: list[str]
+    lockstep: LockstepResult
+
+
+def load(path: Path, dtype: str = "bfloat16", **distributed: Any) -> Any:
+    """``from_pretrained``, sharded if there is anything in ``distributed``; in training mode."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    more = {"distributed_config": DistributedConfig(**distributed)} if distributed else {}
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **EAGER, **more).train()
+
+
+def native_without_the_line(path: Path, dtype: str, **distributed: Any) -> tuple[list[str], set[torch.dtype], str]:
+    """Unit names, what the islands were computed in, and the error of one forward of a stock model."""
+    model = load(path, dtype, **distributed)
+    seen = watch_compute_dtypes(model)
+    error = ""
+    try:
+        model(input_ids=batches_for("transformers")[0].input_ids)
+    except AssertionError as caught:
+        error = str(caught)
+    return unit_names(model), {seen[name] for name in island_names(model) if name in seen}, error
+
+
+def native_lockstep(path: Path, dtype: str, **distributed: Any) -> NativeResult:
+    """Two optimizer steps of a natively sharded model beside the unsharded one, ranks' lengths mixed."""
+    with keep_fp32_islands("transformers"):
+        model = load(path, dtype, **distributed)
+    seen = watch_compute_dtypes(model)
+    found = lockstep(
+        lambda: model,
+        lambda _: None,
+        batches_for("transformers"),
+        build_reference=lambda: load(path),
+        steps=2,
+        # One parameter at a time: experts and the rest are on two meshes, which one foreach kernel cannot take.
+        optimizer=lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9, foreach=False),
+        resync=True,
+    )
+    return NativeResult(
+        unit_names(model),
+        # A hook on the indexer's modules sees them too: frozen islands are islands.
+        {seen[name] for name in island_names(model)},
+        [name for name, param in model.named_parameters() if ".indexer." in name and param.requires_grad],
+        found,
+    )
+
+
+def native_save(path: Path, out: Path, *, distributed_checkpoint: bool, **distributed: Any) -> None:
+    """Load in shards, move every parameter exactly, and save by transformers' own means."""
+    with keep_fp32_islands("transformers"):
+        model = load(path, **distributed)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(2)  # exact in any floating dtype
+    model.save_pretrained(out, distributed_checkpoint=distributed_checkpoint)
+    dist.barrier()
+
+
+def native_load_and_compare(path: Path, saved: Path, **distributed: Any) -> list[str]:
+    """Names of parameters that are not twice those of ``path``, or of another dtype, after loading ``saved``."""
+    line = keep_fp32_islands("transformers") if distributed else contextlib.nullcontext()
+    with line:
+        model = load(saved, **distributed)
+    wrong = []
+    expected = dict(load(path).named_parameters())
+    for name, param in model.named_parameters():
+        value = param.full_tensor() if distributed else param
+        if value.dtype != expected[name].dtype or not torch.equal(value, expected[name] * 2):
+            wrong.append(name)
+    return wrong
+
+
+def native_patch_after_a_crash(path: Path) -> list[bool]:
+    """Whether transformers' two names are its own again after sharding crashed while both were replaced."""
+    import transformers.distributed.fsdp as fsdp
+    import transformers.distributed.mixin as mixin
+
+    names = lambda: (mixin.apply_fully_sharded_data_parallelism, fsdp.fully_shard)
+    before, during = names(), []
+
+    def crash(*args: Any, **kwargs: Any) -> None:
+        during.extend(names())
+        raise KeyError("crash")
+
+    with contextlib.suppress(KeyError), mock.patch("dsv4_fsdp.grouped_unit.fully_shard", crash):
+        with keep_fp32_islands("transformers"):
+            load(path, fsdp_size=2)
+    assert all(old is not new for old, new in zip(before, during, strict=True))
+    return [old is new for old, new in zip(before, names(), strict=True)]
