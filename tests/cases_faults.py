@@ -609,6 +609,29 @@ def tied_from_meta() -> dict[str, Any]:
     }
 
 
+def export_tied(folder: Path) -> tuple[list[str], list[str], bool] | None:
+    """The names of the pair in an export, what stock Transformers says on loading it, and whether it ties them."""
+    from transformers import DeepseekV4ForCausalLM
+
+    from dsv4_fsdp.train.export import write_checkpoint
+    from dsv4_fsdp.train.tiny_model import byte_tokenizer
+
+    model = whole_model("transformers", tie_word_embeddings=True)
+    parallelize(model, mesh_of((2,)))
+    state = get_model_state_dict(model, options=FULL_STATE)
+    if dist.get_rank() > 0:
+        return None
+    with contextlib.redirect_stderr(io.StringIO()):
+        write_checkpoint(model, state, folder, tokenizer=byte_tokenizer())
+        again, problems = DeepseekV4ForCausalLM.from_pretrained(folder, output_loading_info=True)
+    names = [name for name in header_dtypes(folder) if name in ("lm_head.weight", "model.embed_tokens.weight")]
+    return (
+        names,
+        [kind for kind, found in problems.items() if found],
+        again.lm_head.weight is again.model.embed_tokens.weight,
+    )
+
+
 def tied_pair_of_two_dtypes(*, grouped: bool) -> tuple[str, str] | None:
     """A tied pair of which the caller wants the head alone in fp32."""
     if grouped:
@@ -725,10 +748,10 @@ def one_micro_batch_without_a_window(sync: str, lengths: tuple[tuple[int, int], 
 
 
 def gradient_dtypes_after_accumulation(sync: str) -> dict[str, set[torch.dtype]]:
-    """The dtypes in which gradients are held after two micro-batches, the second of which has no window, by storage."""
+    """The dtypes in which gradients are held, by storage, after two micro-batches; rank 1 has no window in either."""
     model = tiny_transformers(("heavily_compressed_attention",), hca_window=8)
     parallelize(model, mesh_of((2,)))
-    for index, length in enumerate((9, 4)):
+    for index, length in enumerate((9, 4) if dist.get_rank() == 0 else (4, 4)):
         model.set_requires_gradient_sync(sync == "every" or index == 1)
         step_loss(model, "transformers", length).backward()
     found: dict[str, set[torch.dtype]] = {}

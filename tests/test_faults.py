@@ -19,7 +19,7 @@ from reference import assert_lockstep
 from tiny_models import ModelKind, island_names, require_nemo, tiny_transformers
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from dsv4_fsdp import contract_of
+from dsv4_fsdp import ContractError, contract_of
 from dsv4_fsdp.checkpoint_headers import fp32_names
 from pool import run_ranks
 
@@ -134,6 +134,18 @@ def test_fault_05_an_old_class_list_does_not_turn_fp32_into_bf16_on_save(tmp_pat
         assert found["transformers"] == []
         assert found["headers"]
         assert found["dcp"] == []
+
+
+def test_fault_05_a_checkpoint_that_an_old_list_downcast_on_loading_is_refused(tmp_path: Path) -> None:
+    """A class that lists nothing finds nothing wrong with a model that is all bf16; the checkpoint does."""
+    model = tiny_transformers()
+    cases.save_as_transformers(model, model.state_dict(), tmp_path)
+    names = fp32_names(tmp_path)
+    with cases.without_class_lists(model):
+        model.to(BF)
+        assert contract_of(model).islands == ()
+        with pytest.raises(ContractError, match=f"^{len(names)} tensors that must be fp32 are stored in a narrower"):
+            contract_of(model, fp32_params=names)
 
 
 @both_kinds
@@ -277,6 +289,14 @@ def test_fault_13_a_tied_pair_survives_the_meta_device_and_a_step() -> None:
         assert each["one_object"]
         assert each["in_optimizer"] == 1
     assert len(found[0]["optimizer_entries"]) == 1
+
+
+def test_fault_13_a_tied_pair_is_saved_once(tmp_path: Path) -> None:
+    """An export of the sharded model has one copy, and stock Transformers ties the pair again."""
+    names, problems, tied = run_ranks(2, cases.export_tied, tmp_path)[0]
+    assert len(names) == 1
+    assert problems == []
+    assert tied
 
 
 @pytest.mark.parametrize("grouped", [True, False], ids=["fully_shard", "parallelize"])

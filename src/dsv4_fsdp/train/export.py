@@ -115,20 +115,30 @@ def _logits(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def write_checkpoint(model: nn.Module, state: Mapping[str, torch.Tensor], target: Path, *, tokenizer: Any) -> None:
-    """Write ``state``, gathered from ``model``, as a Transformers checkpoint.
+    """Write ``state``, gathered from ``model``, as a Transformers checkpoint; a tied parameter once.
 
     Raises:
         ExportError: a name, dtype or shape in the files' headers is not that of the sharded model itself.
     """
-    model.save_pretrained(target, state_dict=dict(state), save_original_format=False)  # type: ignore[operator]
+    live = model.state_dict(keep_vars=True)
+    firsts: dict[int, str] = {}
+    first_name = {name: firsts.setdefault(id(tensor), name) for name, tensor in live.items()}
+    # Gathering makes two tensors of a tied parameter. Given one under both names, Transformers saves it once.
+    tied = {name: state[first_name.get(name, name)] for name in state}
+    model.save_pretrained(target, state_dict=tied, save_original_format=False)  # type: ignore[operator]
     tokenizer.save_pretrained(target)
-    expected = {name: (_DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in model.state_dict().items()}
     written: dict[str, tuple[str, tuple[int, ...]]] = {}
     for path in target.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  (not a dict)
                 header = file.get_slice(name)
                 written[name] = (header.get_dtype(), tuple(header.get_shape()))
+    saved = {first_name.get(name) for name in written}
+    expected = {
+        name: (_DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
+        for name, tensor in live.items()
+        if name in written or first_name[name] not in saved
+    }
     if wrong := [
         f"{name}: expected {expected.get(name, 'no such tensor')}, got {written.get(name, 'no such tensor')}"
         for name in sorted(expected.keys() | written.keys())
