@@ -283,6 +283,11 @@ class _Judge:
         return AuditRow(name, "tensor", False, "not the model's", tensor.dtype)
 
     def _shape(self, name: str, expected: ExpectedTensor, tensor: TensorHeader) -> Iterable[Violation]:
+        index = self.sources[name].index
+        if index is not None and index >= expected.shape[0]:
+            cause = "the config is another model's, with fewer experts"
+            found = f"number {index} of {expected.shape[0]}"
+            yield Violation("unexpected-tensor", name, "a tensor of the model", found, cause)
         shape = list(tensor.shape)
         if tensor.dtype in _PACKED and expected.is_floating and shape:
             shape[-1] *= 2

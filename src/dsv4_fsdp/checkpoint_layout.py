@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,6 +19,10 @@ from .contract import class_lists, island_reason, short_dtype
 from .errors import ContractError
 
 __all__ = ["CheckpointLayout", "ExpectedTensor", "Source", "layout_of_folder"]
+
+_NUMBER = re.compile(r"(?:^|\.)\d+\.")
+# What is before the last number of a name (with its dot), the number, and what is behind.
+_LAST_NUMBER = re.compile(r"^(.*\.)(\d+)(\..*)$")
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,7 @@ class CheckpointLayout:
         }
         ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
         self._ignored = [re.compile(pattern) for pattern in ignored]
+        self._by_kind: dict[tuple[str, str], Source | None] = {}
         self._lists = [re.compile(p.replace("*", ".*")) for _, patterns in class_lists(model) for p in patterns]
         # Names that share a tensor: any one of them is enough.
         self.tied: dict[str, frozenset[str]] = {}
@@ -92,7 +97,23 @@ class CheckpointLayout:
                 self.tied |= dict.fromkeys(names, frozenset(names))
 
     def source_of(self, name: str) -> Source | None:
-        """What ``name`` becomes in the model, or ``None`` if nothing."""
+        """What ``name`` becomes in the model, or ``None`` if nothing.
+
+        The renaming takes 0.1 ms, and a full-size checkpoint has 67 000 names, nearly all of them experts' tensors and
+        their scales, which differ in the expert's number only; each such kind is renamed once per layer.
+        """
+        match = _LAST_NUMBER.match(name)
+        if match is None or not _NUMBER.search(match[1]):
+            return self._renamed(name)  # no number, or none but the layer's
+        kind = (match[1], match[3])
+        if kind not in self._by_kind:
+            self._by_kind[kind] = self._renamed(name)
+        source = self._by_kind[kind]
+        if source is None or source.part is not None:
+            return None if source is None else replace(source, index=int(match[2]))
+        return self._renamed(name)
+
+    def _renamed(self, name: str) -> Source | None:
         from transformers.core_model_loading import rename_source_key
 
         renamed, pattern = rename_source_key(name, self._renamings, self._converters, self._prefix, self._state)
