@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,6 @@ from dsv4_fsdp.live_precision import LiveTensor, differences
 from dsv4_fsdp.names import canonical_name
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-FP32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
 LAYERS = ("sliding_attention", "heavily_compressed_attention")
 
 
@@ -66,14 +64,22 @@ def stock(policy: MixedPrecisionPolicy) -> Seen:
     return Seen(rows, in_forward, grads)
 
 
-def planned(**kwargs: Any) -> Seen:
+def planned() -> Seen:
     """``parallelize``, read back with its plan, before and after a step."""
     model = tiny_transformers(LAYERS)
-    plan = parallelize(model, init_device_mesh("cpu", (dist.get_world_size(),)), **kwargs)
+    plan = parallelize(model, init_device_mesh("cpu", (dist.get_world_size(),)))
     rows = read_back(model, plan)
     in_forward = _run(model)
     assert read_back(model, plan) == rows, "a step must not change what is read back"
     return Seen(rows, in_forward, differences=differences(rows, plan))
+
+
+def with_an_island_of_the_callers() -> Seen:
+    """An fp32 head that only the caller calls an island; read back, not run."""
+    model = tiny_transformers(LAYERS)
+    model.lm_head.float()
+    plan = parallelize(model, init_device_mesh("cpu", (dist.get_world_size(),)), fp32_params=["lm_head"])
+    return Seen(read_back(model, plan))
 
 
 def with_fault(fault: str) -> list[str]:

@@ -8,7 +8,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases_live_precision import BF16, LAYERS, Seen, full_size_table, planned, stock, with_fault
+from cases_live_precision import (
+    BF16,
+    LAYERS,
+    Seen,
+    full_size_table,
+    planned,
+    stock,
+    with_an_island_of_the_callers,
+    with_fault,
+)
 from tiny_models import island_buffer_names, island_names, tiny_transformers
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -98,16 +107,11 @@ def test_a_planned_model_reads_back_as_planned_before_and_after_a_step() -> None
 
 
 def test_the_plans_reasons_are_taken_over() -> None:
-    """An island that only the caller knows about is one in the rows, if the plan is given."""
-    for seen in run_ranks(1, planned, fp32_params=["q_a_norm"]):
-        row = parameters(seen.rows)["model.layers.0.self_attn.q_a_norm.weight"]
-        assert row.island
-    [seen] = run_ranks(1, planned, fp32_params=_nothing_but_norms)
-    assert all(row.island for fqn, row in parameters(seen.rows).items() if "norm" in fqn)
-
-
-def _nothing_but_norms(fqn: str, tensor: torch.Tensor) -> bool:
-    return "norm" in fqn
+    """An island that only the caller knows about is one in the rows, with the caller's reason."""
+    [seen] = run_ranks(1, with_an_island_of_the_callers)
+    row = parameters(seen.rows)["lm_head.weight"]
+    assert row.island
+    assert row.reason == "fp32_params 'lm_head'"
 
 
 # --- Differences ------------------------------------------------------------------------------------------------------
