@@ -9,6 +9,10 @@ all-gather output is held until the next unit is copied out, while the next unit
 the unit before is gathered while a unit computes, its unsharded gradients exist until they are copied into the
 reduce-scatter's input, and that input is held until the next unit reduces. This is the order of allocations as the
 caching allocator sees it with all streams running as issued; fragmentation is in the margin.
+
+Upper bounds, on purpose: a recomputed block's forward counts what it would keep without checkpointing, and all of a
+unit's gradients exist from the start of its backward. Not counted: NCCL's own buffers and the CUDA context (in the
+margin), gradient accumulation without reduction, and torch.compile.
 """
 
 from __future__ import annotations
@@ -46,7 +50,7 @@ MARGIN_FRACTION = 0.08
 assumption: nothing of this project has run on a GPU yet."""
 
 _AO_BLOCK = 256  # torchao.optim.AdamW8bit's default block_size
-_AO_MIN_NUMEL = 4096  # smaller local tensors are not quantised, `_AdamBase._new_buffer` of torchao 0.13
+_AO_MIN_NUMEL = 4096  # smaller local tensors are not quantised, `_AdamBase._new_buffer` of torchao 0.18.0
 _AO_QMAP_BYTES = 256 * 4
 _STEP_BYTES = 4  # AdamW's step count is a scalar fp32 tensor for each parameter
 
