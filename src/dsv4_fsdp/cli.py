@@ -11,6 +11,7 @@ import typer
 
 from .commands.audit import audit
 from .commands.plan import plan
+from .commands.report import report
 
 __all__ = ["main"]
 
@@ -122,6 +123,7 @@ def _as_options(overrides: dict[str, str]) -> list[str]:
 
 app.command()(plan)
 app.command()(audit)
+app.command()(report)
 
 if __name__ == "__main__":
     main()
