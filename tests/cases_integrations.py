@@ -11,12 +11,15 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from cases_collectives import EIGHT_BLOCKS
 from cases_parity import batches_for
 from reference import LockstepResult, lockstep
-from tiny_models import island_names
+from tiny_models import cpu_stand_ins, island_names, tiny_batch, tiny_nemo
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from dsv4_fsdp import keep_fp32_islands
+from dsv4_fsdp.alignment import freeze_indexers
 from dsv4_fsdp.torch_private import fsdp_state
 
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
@@ -140,3 +143,64 @@ def native_patch_after_a_crash(path: Path) -> list[bool]:
             load(path, fsdp_size=2)
     assert all(old is not new for old, new in zip(before, during, strict=True))
     return [old is new for old, new in zip(before, names(), strict=True)]
+
+
+# --- NeMo AutoModel ---------------------------------------------------------------------------------------------------
+
+
+def shard_with_nemo(model: Any, driver: str) -> None:
+    """By NeMo AutoModel's own parallelizer of DeepSeek-V4, over all ranks.
+
+    ``driver`` is ``"fsdp2"`` (what its recipes do without expert parallelism) or ``"moe"`` (what they do with it, here
+    on a mesh without an expert axis).
+    """
+    from nemo_automodel.components.models.deepseek_v4.parallelization import PARALLELIZER
+
+    num_ranks = dist.get_world_size()
+    freeze_indexers(model)  # NeMo's infrastructure does so too
+    if driver == "moe":
+        from nemo_automodel.components.moe.parallelizer import apply_fsdp
+
+        apply_fsdp(
+            model,
+            init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("dp",)),
+            ep_enabled=False,
+            ep_shard_enabled=False,
+            reshard_after_forward=True,
+            model_parallelizer=PARALLELIZER,
+        )
+        return
+    from nemo_automodel.components.distributed.config import FSDP2Config
+    from nemo_automodel.components.distributed.mesh import MeshContext
+    from nemo_automodel.components.distributed.model_parallelizer import parallelize_model
+
+    mesh = init_device_mesh(
+        "cpu", (1, 1, num_ranks, 1, 1), mesh_dim_names=("pp", "dp_replicate", "dp_shard", "cp", "tp")
+    )
+    # NeMo makes these three views when it builds its mesh.
+    mesh["dp_replicate", "dp_shard"]._flatten("dp")
+    mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
+    mesh["dp_replicate", "dp_shard", "cp"]._flatten("dp_cp")
+    with mock.patch.object(type(model), "parallelizer", PARALLELIZER, create=True):
+        parallelize_model(model, MeshContext(device_mesh=mesh, strategy_config=FSDP2Config()))
+
+
+def nemo_lockstep(driver: str, units: str, *, eight_blocks: bool) -> LockstepResult:
+    """One recorded step of eight blocks at 256 tokens, or of four blocks with ranks' lengths mixed.
+
+    ``units`` is what ``install`` is given, or ``"stock"``.
+    """
+    cpu_stand_ins()
+    import dsv4_fsdp.integrations.nemo
+
+    def shard(model: nn.Module) -> None:
+        if units != "stock":
+            dsv4_fsdp.integrations.nemo.install(units)  # type: ignore[arg-type]
+        try:
+            shard_with_nemo(model, driver)
+        finally:
+            dsv4_fsdp.integrations.nemo.uninstall()
+
+    build = functools.partial(tiny_nemo, compress_ratios=EIGHT_BLOCKS) if eight_blocks else tiny_nemo
+    batches = [tiny_batch("nemo", 256, seed=dist.get_rank())] if eight_blocks else batches_for("nemo")
+    return lockstep(build, shard, batches, record=True)

@@ -106,13 +106,17 @@ def rebound(module: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None
     """
     before = getattr(module, name)
     original = unpatched(before)
-    replacement = make(original)
-    setattr(replacement, _ORIGINAL, original)
-    setattr(module, name, replacement)
+    setattr(module, name, mark_replacement(make(original), original))
     try:
         yield
     finally:
         setattr(module, name, before)
+
+
+def mark_replacement(replacement: Any, original: Any) -> Any:
+    """``replacement``, from which :func:`unpatched` finds ``original`` again."""
+    setattr(replacement, _ORIGINAL, original)
+    return replacement
 
 
 def unpatched(function: Any) -> Any:
