@@ -9,6 +9,9 @@ Three kinds of witnesses, all of which leave the step's results alone:
 - a dispatch mode, which sees each collective (``c10d``) with its dtype, and FSDP2's copy of gradients into the buffer
   that it reduces (``fsdp::chunk_cat``), which is there on one rank too, where nothing goes over a wire.
 
+Not seen: a forward that casts a copy of a parameter, or a value made from one (NeMo AutoModel's attention does so with
+its sinks). A cast of the parameter itself or of a view of it, such as autocast's, is.
+
 Which parameter group a collective is for is known because FSDP2 issues it inside that group's ``unshard`` or
 ``post_backward``.
 """
@@ -97,8 +100,8 @@ def _look_at_parameters(name: str, seen: Observations, storages: _Storages) -> C
             if param is not None:
                 fqn = canonical_name(f"{name}.{param_name}".removeprefix("."))
                 seen.compute.setdefault(fqn, set()).add(param.dtype)
-                if param.dtype == torch.float32 and not isinstance(param, DTensor):
-                    storages[param.untyped_storage().data_ptr()] = (fqn, module, param_name)
+                if param.dtype == torch.float32 and (address := _address(param)) is not None:
+                    storages[address] = (fqn, module, param_name)
 
     return hook
 
@@ -230,11 +233,17 @@ class _Witness(TorchDispatchMode):
                 self._seen.reduced.setdefault(fqn, set()).add(out.dtype)
 
     def _note_cast(self, source: torch.Tensor, dtype: torch.dtype | None) -> None:
-        if dtype in _NARROW and source.dtype == torch.float32 and self._storages:
-            storage = source.untyped_storage().data_ptr()
-            fqn, module, param_name = self._storages.get(storage, ("", None, ""))
-            param = None if module is None else module._parameters.get(param_name)
-            # Freed since, and its memory taken by another tensor: then the parameter is elsewhere, or sharded.
-            if param is None or isinstance(param, DTensor) or param.untyped_storage().data_ptr() != storage:
-                return
+        if dtype not in _NARROW or source.dtype != torch.float32 or (address := _address(source)) is None:
+            return
+        fqn, module, param_name = self._storages.get(address, ("", None, ""))
+        param = None if module is None else module._parameters.get(param_name)
+        # Freed since, and its memory taken by another tensor: then the parameter is elsewhere, or sharded.
+        if param is not None and _address(param) == address:
             self._seen.computed_as.setdefault(fqn, set()).add(dtype)
+
+
+def _address(tensor: torch.Tensor) -> int | None:
+    """Where the memory of ``tensor`` begins; ``None`` if it is none of its own: fake, meta, sharded, freed."""
+    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.device.type == "meta":
+        return None
+    return tensor.untyped_storage().data_ptr() or None
