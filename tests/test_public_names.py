@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import subprocess
 import sys
 from typing import Any
@@ -67,7 +68,12 @@ print(json.dumps({"before": before, "after": state(), "modules": sorted(modules)
 
 
 def _imported() -> dict[str, Any]:
-    done = subprocess.run([sys.executable, "-W", "error", "-c", _IMPORT], capture_output=True, text=True, check=False)
+    # Not all of this process's environment: it has imported the package, and might have been changed by that.
+    environ = {
+        name: os.environ[name] for name in ("HOME", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH") if name in os.environ
+    }
+    command = [sys.executable, "-W", "error", "-c", _IMPORT]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     result: dict[str, Any] = json.loads(done.stdout)
