@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,11 +15,12 @@ import torch.distributed as dist
 from cases_collectives import EIGHT_BLOCKS
 from cases_parity import batches_for
 from reference import LockstepResult, lockstep
-from tiny_models import cpu_stand_ins, island_names, tiny_batch, tiny_nemo
+from tiny_models import cpu_stand_ins, island_names, tiny_batch, tiny_nemo, tiny_transformers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 
-from dsv4_fsdp import keep_fp32_islands
+from dsv4_fsdp import ContractError, keep_fp32_islands
 from dsv4_fsdp.alignment import freeze_indexers
 from dsv4_fsdp.torch_private import fsdp_state
 
@@ -48,12 +50,13 @@ def watch_compute_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
 
 
 @dataclass
-class NativeResult:
+class ShardedResult:
     units: list[str]
     island_dtypes: set[torch.dtype]
     """What the islands were computed in."""
     trainable_indexer: list[str]
     lockstep: LockstepResult
+    storage: set[str] = field(default_factory=set)
 
 
 def load(path: Path, dtype: str = "bfloat16", **distributed: Any) -> Any:
@@ -77,7 +80,7 @@ def native_without_the_line(path: Path, dtype: str, **distributed: Any) -> tuple
     return unit_names(model), {seen[name] for name in island_names(model) if name in seen}, error
 
 
-def native_lockstep(path: Path, dtype: str, **distributed: Any) -> NativeResult:
+def native_lockstep(path: Path, dtype: str, **distributed: Any) -> ShardedResult:
     """Two optimizer steps of a natively sharded model beside the unsharded one, ranks' lengths mixed."""
     with keep_fp32_islands("transformers"):
         model = load(path, dtype, **distributed)
@@ -92,7 +95,7 @@ def native_lockstep(path: Path, dtype: str, **distributed: Any) -> NativeResult:
         optimizer=lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9, foreach=False),
         resync=True,
     )
-    return NativeResult(
+    return ShardedResult(
         unit_names(model),
         # A hook on the indexer's modules sees them too: frozen islands are islands.
         {seen[name] for name in island_names(model)},
@@ -204,3 +207,138 @@ def nemo_lockstep(driver: str, units: str, *, eight_blocks: bool) -> LockstepRes
     build = functools.partial(tiny_nemo, compress_ratios=EIGHT_BLOCKS) if eight_blocks else tiny_nemo
     batches = [tiny_batch("nemo", 256, seed=dist.get_rank())] if eight_blocks else batches_for("nemo")
     return lockstep(build, shard, batches, record=True)
+
+
+# --- accelerate and Trainer -------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def accelerate_takes_cpu_for_fsdp() -> Iterator[None]:
+    """accelerate 1.15.0 shards on no CPU: ``AcceleratorState`` ignores an FSDP plugin if the backend is ``MULTI_CPU``.
+
+    Within the context it does there what it does on every accelerator. All that comes after is accelerate's own code.
+    """
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from accelerate.utils import DistributedType
+
+    original = AcceleratorState.__init__
+
+    def init(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+        original(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None:
+            self.distributed_type = DistributedType.FSDP
+            self.fsdp_plugin = fsdp_plugin
+            if self._mixed_precision != "no":
+                fsdp_plugin.set_mixed_precision(self._mixed_precision)
+
+    def reset() -> None:
+        AcceleratorState._reset_state()
+        GradientState._reset_state()
+        PartialState._reset_state()
+
+    reset()  # they are singletons of the process, which the next case shares
+    try:
+        with mock.patch.object(AcceleratorState, "__init__", init):
+            yield
+    finally:
+        reset()
+
+
+def prepare(model: nn.Module, *, line: bool, upcast: bool = True, low_memory: bool = False) -> None:
+    """``Accelerator.prepare`` with a bf16 FSDP2 plugin that wraps blocks, inside ``keep_fp32_islands`` if ``line``."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=low_memory
+    )
+    accelerator = Accelerator(mixed_precision="bf16", fsdp_plugin=plugin, cpu=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with keep_fp32_islands("accelerate", accelerate_upcast=upcast) if line else contextlib.nullcontext():
+        prepared, _ = accelerator.prepare(model, optimizer)
+    assert prepared is model
+
+
+def accelerate_lockstep(*, line: bool, upcast: bool = True) -> ShardedResult:
+    """Steps of a model that accelerate prepared beside the unsharded bf16 model."""
+    kept: list[Any] = []
+
+    def shard(model: nn.Module) -> None:
+        prepare(model, line=line, upcast=upcast)
+        kept.extend((model, watch_compute_dtypes(model)))
+
+    with accelerate_takes_cpu_for_fsdp():
+        # Without the line nothing ties the compressors, so all ranks get whole windows.
+        batches = batches_for("transformers") if line else [tiny_batch("transformers", 40, seed=dist.get_rank())]
+        found = lockstep(tiny_transformers, shard, batches, steps=len(batches))
+    model, seen = kept
+    return ShardedResult(
+        unit_names(model),
+        {seen[name] for name in island_names(model)},
+        [name for name, param in model.named_parameters() if ".indexer." in name and param.requires_grad],
+        found,
+        {str(param.dtype) for name, param in model.named_parameters() if ".indexer." not in name},
+    )
+
+
+def accelerate_low_memory() -> str:
+    """The error of stock accelerate with ``cpu_ram_efficient_loading``."""
+    with accelerate_takes_cpu_for_fsdp():
+        try:
+            prepare(tiny_transformers(), line=False, low_memory=True)
+        except AttributeError as error:
+            return str(error)
+    return ""
+
+
+def accelerate_lost_bits() -> str:
+    """The error on a model whose islands were cast to bf16."""
+    with accelerate_takes_cpu_for_fsdp():
+        try:
+            prepare(tiny_transformers().to(torch.bfloat16), line=True)
+        except ContractError as error:
+            return str(error)
+    return ""
+
+
+def train_with_trainer(folder: Path, *, resume: bool, upcast: bool = True) -> dict[str, Any]:
+    """Four steps of transformers' ``Trainer`` over FSDP2, checkpoint after two; or the last two, resumed from there."""
+    from transformers import Trainer, TrainingArguments
+
+    with accelerate_takes_cpu_for_fsdp():
+        args = TrainingArguments(
+            output_dir=str(folder),
+            use_cpu=True,
+            bf16=True,
+            fsdp=True,
+            fsdp_config={
+                "fsdp_version": 2,
+                "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+                "state_dict_type": "SHARDED_STATE_DICT",
+                "cpu_ram_efficient_loading": False,
+            },
+            per_device_train_batch_size=1,
+            max_steps=4,
+            save_steps=2,
+            logging_steps=1,
+            learning_rate=1e-2,
+            report_to=[],
+            disable_tqdm=True,
+        )
+        texts = [
+            tiny_batch("transformers", length, seed=i).input_ids[0] for i, length in enumerate((70, 20, 33, 3) * 2)
+        ]
+        trainer = Trainer(tiny_transformers(), args, train_dataset=[{"input_ids": t, "labels": t} for t in texts])
+        with keep_fp32_islands("accelerate", accelerate_upcast=upcast):
+            trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2") if resume else None)
+        model = trainer.model
+        seen = watch_compute_dtypes(model)
+        model(input_ids=texts[0][None])
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        return {
+            "units": unit_names(model),
+            "island_dtypes": {seen[name] for name in island_names(model)},
+            "losses": {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry},
+            "sums": {name: param.full_tensor().double().sum().item() for name, param in model.named_parameters()},
+        }
