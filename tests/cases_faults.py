@@ -183,10 +183,6 @@ def unit_of(
     output.sum().backward()
     return {
         "keys": {row.fqn: (row.storage, row.compute, row.reduce) for row in read_back(model)},
-        "one_key_per_group": all(
-            len({(p.orig_dtype, p.param_dtype, p.reduce_dtype) for p in group.fsdp_params}) == 1
-            for _, group in parameter_groups(model)
-        ),
         "computed_in": model.computed_in,
         "bit_equal": torch.equal(output, expected),
         "gradients_in": {name: None if p.grad is None else p.grad.dtype for name, p in model.named_parameters()},
@@ -901,21 +897,24 @@ def names_through_wrappers(wrapped_in: str) -> dict[str, Any]:
     }
 
 
-def adapter_groups(kind: ModelKind, *, computed_in_fp32: bool) -> list[list[tuple[torch.dtype, torch.dtype, int, int]]]:
-    """By block: (storage, compute, parameters, adapters among them) of each live group, after a step."""
+GroupContents = Counter[tuple[torch.dtype, torch.dtype, bool]]
+
+
+def adapter_groups(kind: ModelKind, *, computed_in_fp32: bool) -> list[list[GroupContents]]:
+    """By block and live group: how many parameters there are of each (storage, compute, whether an adapter's)."""
     model = with_lora(kind)
     parallelize(model, mesh_of((2,)), fp32_params=["lora_A", "lora_B"] if computed_in_fp32 else ())
     step_loss(model, kind, 20).backward()
     adapters = {id(p) for name, p in model.named_parameters() if "lora_" in name}
     assert all(p.grad is not None for p in model.parameters() if id(p) in adapters)
-    blocks: dict[str, list[tuple[torch.dtype, torch.dtype, int, int]]] = {}
+    blocks: dict[str, list[GroupContents]] = {}
     for name, group in parameter_groups(model):
         if ".layers." in name:
-            params = [p.sharded_param for p in group.fsdp_params]
-            compute = group.fsdp_params[0].unsharded_param.dtype
-            blocks.setdefault(name, []).append(
-                (params[0].dtype, compute, len(params), sum(id(p) in adapters for p in params))
+            contents = Counter(
+                (p.sharded_param.dtype, p.unsharded_param.dtype, id(p.sharded_param) in adapters)
+                for p in group.fsdp_params
             )
+            blocks.setdefault(name, []).append(contents)
     return list(blocks.values())
 
 
@@ -935,14 +934,17 @@ def frozen_fp32_base(*, train: str) -> tuple[torch.Tensor, dict[str, set[torch.d
 
 
 def frozen_bytes() -> dict[str, Any]:
-    """Bytes of one rank's frozen parameters: as planned, as sharded, and after a step of the adapters."""
+    """Bytes of one rank's frozen parameters: as stored before, as sharded, and after a step of the adapters."""
     model = with_lora("transformers")
-    frozen = {n: (p.shape, p.element_size()) for n, p in model.named_parameters() if not p.requires_grad}
     ranks = dist.get_world_size()
-    expected = sum(-(-shape[0] // ranks) * shape[1:].numel() * size for shape, size in frozen.values())
+    # A shard has as many rows as the largest one.
+    bytes_of = {
+        name: -(-param.shape[0] // ranks) * param.shape[1:].numel() * param.element_size()
+        for name, param in model.named_parameters()
+    }
+    frozen = [name for name, param in model.named_parameters() if not param.requires_grad]
     before = {n: t.clone() for n, t in tensors_of(model).items() if n in frozen}
     plan = parallelize(model, mesh_of((ranks,)))
-    planned = sum(g.shard_bytes for u in plan.units for g in u.groups if not any(p.trainable for p in g.params))
 
     def held() -> int:
         params = dict(model.named_parameters())
@@ -954,10 +956,11 @@ def frozen_bytes() -> dict[str, Any]:
     optimizer.step()
     after = tensors_of(model)
     return {
-        "expected": expected,
-        "planned_frozen_groups": planned,
+        "expected": sum(bytes_of[name] for name in frozen),
         "sharded": sharded,
         "after_step": held(),
+        "expected_of_all": sum(bytes_of.values()),
+        "planned": sum(group.shard_bytes for unit in plan.units for group in unit.groups),
         "changed": [n for n, t in before.items() if not same_bits(full(after[n]), t)],
         "gradients": [n for n, p in model.named_parameters() if n in frozen and p.grad is not None],
         "optimizer_params": len(optimizer.state),
