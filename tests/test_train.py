@@ -186,6 +186,18 @@ def test_the_output_is_quiet_and_fits_into_100_columns(run: Run) -> None:
     assert len(re.findall(r"(?m)^step +\d+/8 ", text)) == STEPS
 
 
+def test_under_torchrun_it_starts_no_ranks_and_one_rank_has_the_same_precision(run: Run, tmp_path: Path) -> None:
+    """The world size is torchrun's, and the precision table does not depend on it."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+    command = [*torchrun, "--module", "dsv4_fsdp.cli", "train", "--run-dir", str(tmp_path / "run"), "--steps", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert ": 1 rank on cpu" in done.stdout
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["nproc"] == 1
+    assert (tmp_path / "run" / "precision.txt").read_text() == (run.folder / "precision.txt").read_text()
+    assert (tmp_path / "run" / "export" / "model.safetensors").exists()
+
+
 # --- Failures in the middle ------------------------------------------------------------------------------------------
 
 # Python imports `sitecustomize` at its start if there is one: this makes rank 1 of the real command fail at its third

@@ -96,12 +96,12 @@ PRESETS: dict[str, TrainConfig] = {
     # A quarter of the sequences is shorter than one HCA window (128 tokens), so most steps have ranks that differ.
     "tiny": TrainConfig(
         preset="tiny",
-        steps=100,
+        steps=120,
         seed=0,
         nproc=2,
         data=DataConfig(sequence_lengths=(64, 192, 256, 512), batch_tokens=512),
         optimizer=OptimizerConfig(
-            lr=3e-3,
+            lr=2e-3,
             final_lr_fraction=0.1,
             warmup_fraction=0.1,
             beta1=0.9,

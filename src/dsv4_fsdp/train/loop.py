@@ -79,7 +79,8 @@ def train(config: TrainConfig, folder: RunFolder, ranks: Ranks) -> None:
     ranks.agree({"sharding plan": plan.hash, "training text": data.digest, **flat_settings(config)})
 
     num_parameters = sum(param.numel() for param in model.parameters())
-    say(f"dsv4-fsdp {__version__}, torch {torch.__version__}: {ranks.world_size} ranks on {ranks.device.type}")
+    size = "1 rank" if ranks.world_size == 1 else f"{ranks.world_size} ranks"
+    say(f"dsv4-fsdp {__version__}, torch {torch.__version__}: {size} on {ranks.device.type}")
     say(f"run    {folder.path}")
     say(f"model  {type(model).__name__}, {num_parameters:,} parameters")
     say(f"data   {len(data.tokens):,} bytes of Python {platform.python_version()}'s library, {data.num_files} files")

@@ -3,7 +3,7 @@
 Run by path, not as a module of the package: ``python -P stock_reload.py EXPORT REFERENCE PROMPT SEED DEVICE``. In
 REFERENCE, a safetensors file, are ``input_ids`` and the ``logits`` the trained model gave for them. Prints one JSON
 object: ``equal``, ``max_abs_difference``, ``dtypes`` (number of tensors by dtype), ``loading`` (problems that
-Transformers reports) and ``sample`` (PROMPT and text that continues it).
+Transformers reports) and ``sample`` (PROMPT and text that continues it, empty if the logits differ).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -30,7 +31,23 @@ def main(export: str, reference_path: str, prompt: str, seed: int, device: str) 
     with torch.no_grad():
         logits = model(input_ids=reference["input_ids"].to(device)).logits.cpu()
 
-    inputs = tokenizer(tokenizer.bos_token + prompt, return_tensors="pt").to(device)
+    equal = torch.equal(logits, reference["logits"])
+    sample = _sample(model, tokenizer, prompt, seed) if equal else ""
+    print(
+        json.dumps(
+            {
+                "equal": equal,
+                "max_abs_difference": (logits.float() - reference["logits"].float()).abs().max().item(),
+                "dtypes": Counter(str(tensor.dtype) for tensor in model.state_dict().values()),
+                "loading": {kind: sorted(map(str, names)) for kind, names in loading.items() if names},
+                "sample": sample,
+            }
+        )
+    )
+
+
+def _sample(model: Any, tokenizer: Any, prompt: str, seed: int) -> str:
+    inputs = tokenizer(tokenizer.bos_token + prompt, return_tensors="pt").to(model.device)
     torch.manual_seed(seed)
     generated = model.generate(
         **inputs,
@@ -39,17 +56,9 @@ def main(export: str, reference_path: str, prompt: str, seed: int, device: str) 
         max_new_tokens=_NEW_TOKENS,
         pad_token_id=tokenizer.eos_token_id,
     )
-    print(
-        json.dumps(
-            {
-                "equal": torch.equal(logits, reference["logits"]),
-                "max_abs_difference": (logits.float() - reference["logits"].float()).abs().max().item(),
-                "dtypes": Counter(str(tensor.dtype) for tensor in model.state_dict().values()),
-                "loading": {kind: sorted(map(str, names)) for kind, names in loading.items() if names},
-                "sample": tokenizer.decode(generated[0], skip_special_tokens=True),
-            }
-        )
-    )
+    text = tokenizer.decode(generated[0], skip_special_tokens=True)
+    assert isinstance(text, str)
+    return text
 
 
 if __name__ == "__main__":
