@@ -43,39 +43,41 @@ def _has_class_name(module: nn.Module, names: frozenset[str]) -> bool:
     return any(cls.__name__ in names for cls in type(module).__mro__)
 
 
-class _Tie:
-    """The forward hook of one compressor, and whether a window was seen since the last reset."""
+# Whether each tied compressor computed a window of its own since the last reset. Weak, so nothing is kept alive; beside
+# the modules and not in them, so that copies and pickles of a model are like the model's.
+_saw_window: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
-    def __init__(self, compressor: nn.Module) -> None:
-        self.saw_window = False
-        self._compressor = weakref.ref(compressor)
-        # First among the forward hooks: FSDP2's own hook frees the parameters if the compressor is a unit itself.
-        compressor.register_forward_hook(self._after_forward, prepend=True)
 
-    def parameters(self) -> list[nn.Parameter]:
-        """The trainable parameters that a window feeds. The indexer's are not among them: top-k has no gradient."""
-        compressor = self._compressor()
-        assert compressor is not None, "the tie outlived its compressor"
-        indexer_params = {
-            id(param)
-            for module in compressor.modules()
-            if _has_class_name(module, _INDEXER_CLASS_NAMES)
-            for param in module.parameters()
-        }
-        return [p for p in compressor.parameters() if p.requires_grad and id(p) not in indexer_params]
+def _tied_parameters(compressor: nn.Module) -> list[nn.Parameter]:
+    """The trainable parameters that a window feeds. The indexer's are not among them: top-k has no gradient."""
+    indexer_params = {
+        id(param)
+        for module in compressor.modules()
+        if _has_class_name(module, _INDEXER_CLASS_NAMES)
+        for param in module.parameters()
+    }
+    return [p for p in compressor.parameters() if p.requires_grad and id(p) not in indexer_params]
 
-    def _after_forward(self, compressor: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return output
-        entries, *rest = output
-        if entries.shape[_WINDOW_DIM] > 0:
-            self.saw_window = True
-            return output
-        # An empty tensor plus a scalar is the empty tensor; backward sums an empty gradient into an exact zero, and one
-        # element per parameter is enough for autograd to return a full-sized zero gradient.
-        for param in self.parameters():
-            entries = entries + param.reshape(-1)[:1].sum().to(entries.dtype)
-        return (entries, *rest)
+
+def _tie(compressor: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """The forward hook of a compressor. It gets the module, so a deep copy of a tied model is tied to itself."""
+    if not torch.is_grad_enabled():
+        return output
+    entries, *rest = output
+    # With a key-value cache the entries may all be an earlier call's: there are some, and none has a gradient.
+    if entries.shape[_WINDOW_DIM] > 0 and entries.requires_grad:
+        _saw_window[compressor] = True
+        return output
+    params = _tied_parameters(compressor)
+    if not params:
+        return output
+    # An empty tensor plus a scalar is the empty tensor; backward sums an empty gradient into an exact zero, and one
+    # element per parameter is enough for autograd to return a full-sized zero gradient.
+    nothing = entries[:, :, :0]
+    for param in params:
+        nothing = nothing + param.reshape(-1)[:1].sum().to(entries.dtype)
+    tied = torch.cat([entries, nothing], dim=_WINDOW_DIM) if entries.shape[_WINDOW_DIM] > 0 else nothing
+    return (tied, *rest)
 
 
 class Alignment:
@@ -88,7 +90,11 @@ class Alignment:
     def __init__(self, model: nn.Module) -> None:
         found = [(n, m) for n, m in model.named_modules() if _has_class_name(m, COMPRESSOR_CLASS_NAMES)]
         self.compressor_fqns: tuple[str, ...] = tuple(canonical_name(name) for name, _ in found)
-        self._ties = [_tie_of(module) for _, module in found]
+        self._compressors = [module for _, module in found]
+        for compressor in self._compressors:
+            if _tie not in compressor._forward_hooks.values():
+                # First among the forward hooks: FSDP2's own frees the parameters if the compressor is a unit itself.
+                compressor.register_forward_hook(_tie, prepend=True)
 
     def window_flags(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """1.0 for each compressor that emitted a window on this rank since the last reset, else 0.0.
@@ -96,7 +102,8 @@ class Alignment:
         Shape ``(num_compressors,)``, float32. Sum (or max) it over all ranks of the model's mesh, together with
         whatever else the trainer reduces once per optimizer step.
         """
-        return torch.tensor([float(tie.saw_window) for tie in self._ties], dtype=torch.float32, device=device)
+        flags = [float(_saw_window.get(compressor, False)) for compressor in self._compressors]
+        return torch.tensor(flags, dtype=torch.float32, device=device)
 
     def drop_untouched(self, flags_of_all_ranks: torch.Tensor) -> list[str]:
         """Set ``.grad = None`` on the parameters of compressors that had no window on any rank, and reset the flags.
@@ -109,14 +116,14 @@ class Alignment:
         Returns:
             The names of the compressors whose gradients were dropped.
         """
-        if flags_of_all_ranks.shape != (len(self._ties),):
-            raise ValueError(
-                f"expected one flag for each of {len(self._ties)} compressors, got {tuple(flags_of_all_ranks.shape)}"
-            )
+        if flags_of_all_ranks.shape != (len(self._compressors),):
+            got = tuple(flags_of_all_ranks.shape)
+            raise ValueError(f"expected one flag for each of {len(self._compressors)} compressors, got {got}")
         dropped = []
-        for fqn, tie, flag in zip(self.compressor_fqns, self._ties, flags_of_all_ranks.tolist(), strict=True):
+        flags = flags_of_all_ranks.tolist()
+        for fqn, compressor, flag in zip(self.compressor_fqns, self._compressors, flags, strict=True):
             if flag == 0:
-                for param in tie.parameters():
+                for param in _tied_parameters(compressor):
                     param.grad = None
                 dropped.append(fqn)
         self.reset()
@@ -124,19 +131,8 @@ class Alignment:
 
     def reset(self) -> None:
         """Forget which compressors emitted windows."""
-        for tie in self._ties:
-            tie.saw_window = False
-
-
-# Hooks cannot be looked up on a module, so the tie of each compressor is remembered here; weak, so nothing is kept
-# alive.
-_ties: weakref.WeakKeyDictionary[nn.Module, _Tie] = weakref.WeakKeyDictionary()
-
-
-def _tie_of(compressor: nn.Module) -> _Tie:
-    if compressor not in _ties:
-        _ties[compressor] = _Tie(compressor)
-    return _ties[compressor]
+        for compressor in self._compressors:
+            _saw_window.pop(compressor, None)
 
 
 def tie_compressors(model: nn.Module) -> Alignment:

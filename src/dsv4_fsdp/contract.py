@@ -42,6 +42,7 @@ IslandPredicate = Callable[[str, torch.Tensor], bool]
 
 FP32Params = "Contract | Iterable[str] | IslandPredicate | None"
 
+_KEEP_LIST = "_keep_in_fp32_modules_strict"
 _FLOAT32_OR_WIDER = frozenset({torch.float32, torch.float64})
 
 
@@ -106,7 +107,7 @@ def contract_of(
     model: nn.Module,
     *,
     mp_policy: MixedPrecisionPolicy | None = None,
-    fp32_params: Iterable[str] | IslandPredicate = (),
+    fp32_params: Iterable[str] | IslandPredicate | None = None,
     restore_fp32: bool = False,
 ) -> Contract:
     """Decide storage, compute and reduce dtype of every parameter and floating buffer of ``model``.
@@ -116,7 +117,7 @@ def contract_of(
         mp_policy: what tensors that are no islands compute and reduce in; default bf16 and fp32. ``param_dtype=None``
             means as stored, ``reduce_dtype=None`` means as computed, as in FSDP2.
         fp32_params: more islands: names, matched at dot boundaries (``"sinks"``, ``"layers.*.attn_hc"``), or a
-            predicate ``(fqn, tensor) -> bool``.
+            predicate ``(fqn, tensor) -> bool``. ``None`` and an empty collection add none.
         restore_fp32: upcast islands that are stored below fp32, in place, with a warning. The bits that the earlier
             downcast removed do not come back.
 
@@ -125,6 +126,8 @@ def contract_of(
             parameter want different dtypes.
     """
     tensors = list(named_tensors(model))
+    if fp32_params is None:
+        fp32_params = ()
     if not callable(fp32_params):
         fp32_params = _as_names(fp32_params)  # read once: it may be a generator
         check_names_match(fp32_params, [name for _, name, _ in tensors], every=True)
@@ -205,10 +208,7 @@ def _rule(
         return TensorRule(name, kind, storage, storage, None, False, "buffer, kept as built")
     if not storage.is_floating_point:
         return TensorRule(name, kind, storage, storage, None, False, "not floating point, never cast")
-    # torch >= 2.15 lets the caller's policy speak per parameter.
-    override = getattr(mp_policy, "param_dtype_override_fn", None)
-    compute = (override(tensor) if override is not None else None) or mp_policy.param_dtype or storage
-    reduce = reduce_dtype(mp_policy, storage, compute)
+    compute, reduce = policy_dtypes(tensor, mp_policy)
     if storage == compute:
         reason = "mixed-precision policy"
     elif is_adapter_name(name):
@@ -216,6 +216,15 @@ def _rule(
     else:
         reason = f"{short_dtype(storage)} master weight"
     return TensorRule(name, kind, storage, compute, reduce, False, reason)
+
+
+def policy_dtypes(tensor: torch.Tensor, mp_policy: MixedPrecisionPolicy) -> tuple[torch.dtype, torch.dtype]:
+    """(compute, reduce) of a floating parameter that is no island."""
+    storage = tensor.dtype
+    # torch >= 2.15 lets the caller's policy speak per parameter.
+    override = getattr(mp_policy, "param_dtype_override_fn", None)
+    compute = (override(tensor) if override is not None else None) or mp_policy.param_dtype or storage
+    return compute, reduce_dtype(mp_policy, storage, compute)
 
 
 def _refuse_or_restore(below_fp32: list[NamedTensor], restore_fp32: bool, where: str) -> None:
@@ -312,65 +321,96 @@ def check_names_match(fp32_params: Iterable[str], fqns: list[str], *, every: boo
 
 
 def _class_list_reason(model: nn.Module) -> IslandReason:
-    lists = [
-        (prefix, [(pattern, re.compile(pattern.replace("*", ".*"))) for pattern in patterns])
-        for prefix, patterns in class_lists(model)
-    ]
+    # By tensor and not by prefix: what a wrapper around the model is called must not matter. A tied tensor has several
+    # names below its owner, and each is judged by itself.
+    lists = []
+    for owner, patterns in class_lists(model):
+        below: dict[int, list[str]] = {}
+        for _, name, tensor in named_tensors(owner):
+            below.setdefault(id(tensor), []).append(name)
+        lists.append((below, [(pattern, re.compile(pattern.replace("*", ".*"))) for pattern in patterns]))
 
     def reason(fqn: str, tensor: torch.Tensor) -> str | None:
         # An adapter is new: no checkpoint kept it in fp32, so its name inside a listed module binds nobody.
         if is_adapter_name(fqn):
             return None
-        for prefix, patterns in lists:
-            if fqn.startswith(prefix):
+        for below, patterns in lists:
+            names = below.get(id(tensor), ())
+            for name in [name for name in names if fqn == name or fqn.endswith(f".{name}")] or names:
                 for pattern, compiled in patterns:
-                    if compiled.search(fqn.removeprefix(prefix)):
+                    if compiled.search(name):
                         return f"class list {pattern!r}"
         return None
 
     return reason
 
 
-def class_lists(module: nn.Module) -> list[tuple[str, tuple[str, ...]]]:
-    """The fp32 keep-lists that apply inside ``module``: ``(fqn prefix, patterns)`` each.
+def class_lists(module: nn.Module) -> list[tuple[nn.Module, tuple[str, ...]]]:
+    """The fp32 keep-lists that apply inside ``module``: ``(owner, patterns)``, the patterns for names below the owner.
 
     ``module`` may be a whole model, a wrapper around one, or a single block: the list of a block that has none itself
     is taken from the ``PreTrainedModel`` subclass that the block's source file defines (each Transformers modeling
     file has one, and it is already imported if the block exists).
     """
-    found: list[tuple[str, tuple[str, ...]]] = []
+    found: list[tuple[nn.Module, tuple[str, ...]]] = []
+    inside_an_owner: set[nn.Module] = set()
     holds_model = False
-    for name, submodule in module.named_modules():
-        holds_model = holds_model or hasattr(submodule, "_keep_in_fp32_modules_strict")
-        patterns = getattr(submodule, "_keep_in_fp32_modules_strict", None)
-        if patterns:
-            prefix = f"{canonical_name(name)}." if name else ""
-            # A Transformers model's own list already contains its submodels' lists (`post_init` merges them).
-            if not any(prefix.startswith(outer) for outer, _ in found):
-                found.append((prefix, tuple(sorted(patterns))))
+    for submodule in module.modules():
+        # Own attributes only: peft's model and a checkpoint wrapper hand on those of the model inside.
+        holds_model = holds_model or hasattr(type(submodule), _KEEP_LIST)
+        patterns = vars(submodule).get(_KEEP_LIST, getattr(type(submodule), _KEEP_LIST, None))
+        # A Transformers model's own list already contains its submodels' lists (`post_init` merges them).
+        if patterns and submodule not in inside_an_owner:
+            found.append((submodule, tuple(sorted(patterns))))
+            inside_an_owner.update(submodule.modules())
     # A model that lists nothing has answered; another model's list in its file is not its own.
     return found or ([] if holds_model else _list_of_defining_file(module))
 
 
-def _list_of_defining_file(module: nn.Module) -> list[tuple[str, tuple[str, ...]]]:
+def _list_of_defining_file(module: nn.Module) -> list[tuple[nn.Module, tuple[str, ...]]]:
     for submodule in module.modules():
-        for cls in type(submodule).__mro__:
-            # Not torch's own classes; `fully_shard` puts some of these first, so the rest of the bases still count.
-            if cls.__module__.startswith(("torch.", "builtins")):
-                continue
-            owners = [
-                candidate
-                for candidate in vars(sys.modules.get(cls.__module__, object)).values()
-                if isinstance(candidate, type)
-                and candidate.__module__ == cls.__module__
-                and candidate.__dict__.get("_keep_in_fp32_modules_strict")
-            ]
+        for cls in _own_classes(submodule):
+            owners = _listing_classes_beside(cls)
             # A file with several models (text and vision) says in `_no_split_modules` whose block this is.
-            owners = [o for o in owners if cls.__name__ in (getattr(o, "_no_split_modules", None) or ())] or owners
+            owners = [owner for owner in owners if cls.__name__ in _block_names(owner)] or owners
             if owners:
-                patterns = {p for owner in owners for p in owner.__dict__["_keep_in_fp32_modules_strict"]}
-                return [("", tuple(sorted(patterns)))]
+                patterns = {p for owner in owners for p in owner.__dict__[_KEEP_LIST]}
+                return [(module, tuple(sorted(patterns)))]
     return []
+
+
+def _own_classes(module: nn.Module) -> list[type]:
+    """The classes of ``module`` but torch's own; ``fully_shard`` puts some of these first."""
+    return [cls for cls in type(module).__mro__ if not cls.__module__.startswith(("torch.", "builtins"))]
+
+
+def _listing_classes_beside(cls: type) -> list[type]:
+    """The classes in the source file of ``cls`` that list fp32 modules."""
+    return [
+        candidate
+        for candidate in vars(sys.modules.get(cls.__module__, object)).values()
+        if isinstance(candidate, type) and candidate.__module__ == cls.__module__ and candidate.__dict__.get(_KEEP_LIST)
+    ]
+
+
+def _block_names(model_class: type) -> frozenset[str]:
+    return frozenset(getattr(model_class, "_no_split_modules", None) or ())
+
+
+def is_part_of_a_block(module: nn.Module) -> bool:
+    """Whether ``module`` is a piece of a model whose fp32 list speaks of longer names than the piece knows.
+
+    Inside ``attn_hc`` the parameter ``attn_hc.fn`` is just ``fn``, which no entry of the list matches. A block, and
+    what holds one, is no piece, since lists speak of names below the block.
+    """
+    for submodule in module.modules():
+        for cls in _own_classes(submodule):
+            if hasattr(cls, _KEEP_LIST) or cls.__name__ in nemo_layout.CLASS_NAMES:
+                return False
+            if any(cls.__name__ in _block_names(owner) for owner in _listing_classes_beside(cls)):
+                return False
+    classes = _own_classes(module)
+    return any(_listing_classes_beside(cls) or cls.__name__.startswith("DeepseekV4") for cls in classes)
 
 
 def _nemo_layout_reason(model: nn.Module) -> IslandReason:

@@ -26,6 +26,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
 
 from .contract import (
     Contract,
@@ -33,13 +34,15 @@ from .contract import (
     TensorRule,
     build_contract,
     check_names_match,
+    is_part_of_a_block,
     island_reason,
     model_speaks,
     named_tensors,
+    policy_dtypes,
     short_dtype,
 )
 from .errors import ContractError, ShardingError, listing
-from .names import named_parameters_all
+from .names import is_adapter_name, matches_components, named_parameters_all
 from .torch_private import (
     fsdp_state,
     grouping_hook,
@@ -172,6 +175,11 @@ def fully_shard(
     """
     require_grouped_units()
     modules = [module] if isinstance(module, nn.Module) else list(module)
+    if not modules:
+        raise ShardingError(
+            "an empty list cannot become a unit.\nexpected: a module, or a list of at least one\ngot: []\n"
+            "what to do: leave the call out."
+        )
     if mesh is not None:
         refuse_foreign_mesh(mesh)
     refuse_sharded_modules(modules, ignored_params)
@@ -179,6 +187,7 @@ def fully_shard(
     names = _first_names(modules)
     homes = {id(param): f"{names[id(param)]} of {_describe(modules)}" for param in managed}
     _refuse_shared_parameters(managed, homes)
+    _refuse_unshardable_parameters(managed, homes)
     contract = _contract_of_unit(modules, managed, mp_policy, fp32_params, restore_fp32)
     rules = {id(param): rule for param in managed if (rule := contract.rule_of(param)) is not None}
     if unknown := [names[id(param)] for param in managed if id(param) not in rules]:
@@ -188,6 +197,11 @@ def fully_shard(
             f"got: one that says nothing of\n{listing(unknown)}\n"
             "what to do: make it with contract_of(model) after every change to the model's parameters, before sharding."
         )
+
+    if isinstance(fp32_params, Contract):
+        _refuse_other_policy(managed, rules, mp_policy)
+    elif fp32_params is None and mp_policy.param_dtype in _NARROW:
+        _refuse_lost_names(modules, rules, names)
 
     if any(rule.island for rule in rules.values()) and mp_policy.param_dtype in _NARROW:
         mp_policy = replace(mp_policy, cast_forward_inputs=False)
@@ -230,9 +244,11 @@ def _contract_of_unit(
     if not callable(said):
         said = said if isinstance(said, str) else tuple(said)
         # Names of inner units and of ignored parameters count as found: the same list may be given to every unit.
-        check_names_match(said, [name for module in modules for _, name, _ in named_tensors(module)], every=False)
+        everything = [name for module in modules for _, name, _ in named_tensors(module)]
+        check_names_match(said, everything, every=False)
+        _refuse_misspelt_names(tuple(said), everything, modules, managed)
     if fp32_params is None and not any(model_speaks(module) for module in modules):
-        _refuse_ambiguous_dtypes(modules, managed, mp_policy)
+        refuse_ambiguous_dtypes(modules, managed, mp_policy)
     managed_ids = {id(param) for param in managed}
     reasons = {id(module): island_reason(module, said) for module in modules}
     tensors, reason_of = [], {}
@@ -294,9 +310,90 @@ def refuse_sharded_modules(modules: list[nn.Module], ignored_params: set[nn.Para
         )
 
 
-def _refuse_ambiguous_dtypes(
+def _refuse_misspelt_names(
+    said: tuple[str, ...], everything: list[str], modules: list[nn.Module], managed: list[nn.Parameter]
+) -> None:
+    """A name may match nothing where one list serves every unit, but not beside fp32 parameters that nobody named."""
+    if not any(param.dtype in _NARROW for param in managed):
+        return  # stored in fp32 throughout: the unnamed ones are master weights
+    reason = [island_reason(module, said) for module in modules]
+    unnamed = [
+        name
+        for module, says in zip(modules, reason, strict=True)
+        for name, param in named_parameters_all(module)
+        if param.dtype == torch.float32 and not is_adapter_name(name) and says(name, param) is None
+    ]
+    silent = [name for name in said if not any(matches_components(fqn, name) for fqn in everything)]
+    if silent and unnamed:
+        raise ContractError(
+            "fp32_params holds names that match nothing here, beside fp32 parameters that no name matches.\n"
+            f"expected: each fp32 parameter named, or each name found\ngot, matching nothing:\n{listing(silent)}\n"
+            f"stored in float32 and not named:\n{listing(unnamed)}\nwhere: {_describe(modules)}\n"
+            "what to do: correct the name."
+        )
+
+
+def _refuse_unshardable_parameters(managed: list[nn.Parameter], homes: dict[int, str]) -> None:
+    """What torch refuses without a name, or at the first backward only: found before anything is changed."""
+    wrong = []
+    for param in managed:
+        local = param.to_local() if isinstance(param, DTensor) else param
+        if param.numel() == 0:
+            wrong.append(f"{homes[id(param)]}: shape {tuple(param.shape)} holds nothing; put it into ignored_params")
+        elif not local.is_contiguous():
+            wrong.append(f"{homes[id(param)]}: not contiguous; assign param.data = param.data.contiguous()")
+    if wrong:
+        raise ShardingError(
+            "parameters that FSDP2 cannot shard.\nexpected: contiguous, with at least one element\n"
+            f"got:\n{listing(wrong)}\nwhat to do: as said beside each."
+        )
+
+
+def _refuse_other_policy(
+    managed: list[nn.Parameter], rules: dict[int, TensorRule], mp_policy: MixedPrecisionPolicy
+) -> None:
+    """A contract has the dtypes of the policy it was made under; a unit under another would follow neither."""
+    for param in managed:
+        rule = rules[id(param)]
+        if rule.island or not param.is_floating_point():
+            continue
+        if (wanted := policy_dtypes(param, mp_policy)) != (rule.compute, rule.reduce):
+            raise ShardingError(
+                "mp_policy and the contract given as fp32_params disagree.\n"
+                f"expected: {rule.fqn} to compute and reduce in {short_dtype(rule.compute)} and "
+                f"{short_dtype(rule.reduce or rule.compute)}, as the contract says\n"
+                f"got: a policy that wants {short_dtype(wanted[0])} and {short_dtype(wanted[1])}\n"
+                "what to do: pass the same mp_policy to contract_of and to fully_shard."
+            )
+
+
+def _refuse_lost_names(modules: list[nn.Module], rules: dict[int, TensorRule], names: dict[int, str]) -> None:
+    """fp32 parameters of a unit below a block, whose names there are too short for the model's list to match."""
+    lost = [
+        f"{names[id(param)]} of {type(module).__name__}"
+        for module in modules
+        if is_part_of_a_block(module)
+        for param in module.parameters()
+        if (rule := rules.get(id(param))) is not None
+        and not rule.island
+        and rule.storage == torch.float32
+        and not is_adapter_name(rule.fqn)
+    ]
+    if lost:
+        raise ShardingError(
+            "fp32 parameters of a unit that is smaller than a block: the model's fp32 list speaks of longer names, so "
+            "nothing says whether they are islands.\n"
+            "expected: fp32_params\n"
+            f"got, stored in float32:\n{listing(lost)}\n"
+            "what to do: make the contract of the whole model before sharding, contract = contract_of(model), and pass "
+            "fp32_params=contract to each call; or fp32_params=[] if they are master weights."
+        )
+
+
+def refuse_ambiguous_dtypes(
     modules: list[nn.Module], managed: list[nn.Parameter], mp_policy: MixedPrecisionPolicy
 ) -> None:
+    """Raise :class:`ShardingError` where fp32 stands beside a narrower dtype and nothing says what it is."""
     floating = {param.dtype for param in managed if param.is_floating_point()}
     if len(floating) < 2 or torch.float32 not in floating or mp_policy.param_dtype not in _NARROW:
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -13,10 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 
 from .alignment import freeze_indexers, tie_compressors
-from .contract import IslandPredicate, contract_of, default_mp_policy
+from .contract import IslandPredicate, contract_of, default_mp_policy, model_speaks
 from .errors import ShardingError
 from .fsdp import fully_shard_deepseek_v4
-from .grouped_unit import fully_shard, refuse_foreign_mesh, refuse_sharded_modules
+from .grouped_unit import fully_shard, refuse_ambiguous_dtypes, refuse_foreign_mesh, refuse_sharded_modules
 from .live_precision import differences, read_back
 from .names import canonical_name
 from .plan import IslandUnits, ShardingPlan, UnitPlan, plan_sharding
@@ -34,7 +35,7 @@ def parallelize(
     reshard_after_forward: bool | int = True,
     offload_policy: OffloadPolicy | None = None,
     activation_checkpointing: bool = False,
-    fp32_params: Iterable[str] | IslandPredicate = (),
+    fp32_params: Iterable[str] | IslandPredicate | None = None,
     restore_fp32: bool = False,
     freeze_indexer: bool = True,
 ) -> ShardingPlan:
@@ -47,14 +48,16 @@ def parallelize(
         model: the unsharded model, on the mesh's device or on the meta device (materialise and load afterwards).
         mesh: one axis (FSDP), or two as (replicate, shard) (HSDP).
         mp_policy: default ``MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32)``. Islands are fp32
-            whatever it says. Its ``output_dtype`` applies to the root only.
+            whatever it says. Its ``output_dtype`` and ``cast_forward_inputs`` apply to the root only: inside, tensors
+            pass from unit to unit as in the unsharded model.
         island_units: ``"grouped"``: one unit per block, one parameter group per dtype. ``"nested"``: each island module
             is a unit of its own (NeMo AutoModel's layout only, more collectives).
         reshard_after_forward: for embedding and blocks, as in ``fully_shard``.
         offload_policy: as in ``fully_shard``.
         activation_checkpointing: recompute each block in backward (non-reentrant). Parameter names then contain
             ``_checkpoint_wrapped_module``; state dicts do not.
-        fp32_params: further islands, see :func:`~dsv4_fsdp.contract.contract_of`.
+        fp32_params: further islands, see :func:`~dsv4_fsdp.contract.contract_of`; an empty collection says that there
+            are none, where the model itself lists nothing.
         restore_fp32: upcast islands that are stored below fp32; lost bits do not come back.
         freeze_indexer: freeze the Lightning Indexers, which get no gradient (a log message says so).
 
@@ -85,6 +88,8 @@ def parallelize(
         freeze_indexer=freeze_indexer,
         contract=contract,
     )
+    if fp32_params is None and not model_speaks(model):
+        refuse_ambiguous_dtypes([model], list(model.parameters()), policy)
 
     if freeze_indexer:
         freeze_indexers(model)
@@ -95,7 +100,9 @@ def parallelize(
 
     modules = {canonical_name(name): module for name, module in model.named_modules()}
     common: dict[str, Any] = {} if offload_policy is None else {"offload_policy": offload_policy}
-    inner_policy = MixedPrecisionPolicy(param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype)
+    inner_policy = replace(policy, output_dtype=None)
+    if island_units == "grouped":  # nested units need the cast: each has one dtype, and its neighbours another
+        inner_policy = replace(inner_policy, cast_forward_inputs=False)
     units: list[tuple[UnitPlan, FSDPModule]] = []
     for unit in plan.units:
         if unit.role == "island":
@@ -104,7 +111,7 @@ def parallelize(
         kwargs = {**common, "mesh": mesh, "mp_policy": policy if unit.role == "root" else inner_policy}
         if unit.reshard_after_forward is not None:
             kwargs["reshard_after_forward"] = unit.reshard_after_forward
-        if unit.cast_inputs_to == "float32":
+        if unit.role == "head" and unit.cast_inputs_to == "float32":
             kwargs["mp_policy"] = _fp32_policy()
         if island_units == "nested" and unit.role in ("block", "root"):
             fully_shard_deepseek_v4(module, **kwargs, island_units="nested")

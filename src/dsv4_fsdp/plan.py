@@ -81,7 +81,8 @@ class UnitPlan:
         reshard_after_forward: as in ``fully_shard``; ``None`` leaves the root to torch (kept unsharded).
         unshard_in_backward: ``False`` where backward does not read the weights (an embedding).
         reached_in_backward: ``False`` where no gradient arrives: in frozen blocks before the first trainable parameter.
-        cast_inputs_to: dtype name the unit casts its floating inputs to, or ``None`` for no cast.
+        cast_inputs_to: dtype name the unit casts its floating inputs to, or ``None`` for no cast. The root of a model
+            without islands there casts as the caller's policy says, which is not planned.
         groups: its parameter groups.
     """
 
@@ -180,7 +181,7 @@ def plan_sharding(
     island_units: IslandUnits = "grouped",
     reshard_after_forward: bool | int = True,
     activation_checkpointing: bool = False,
-    fp32_params: Iterable[str] | IslandPredicate = (),
+    fp32_params: Iterable[str] | IslandPredicate | None = None,
     freeze_indexer: bool = True,
     contract: Contract | None = None,
 ) -> ShardingPlan:
@@ -201,7 +202,7 @@ def plan_sharding(
     if contract is None:
         policy = default_mp_policy() if mp_policy is None else mp_policy
         contract = contract_of(model, mp_policy=policy, fp32_params=fp32_params)
-    elif callable(fp32_params) or tuple(fp32_params):
+    elif callable(fp32_params) or tuple(fp32_params or ()):
         raise ContractError(
             "fp32_params and a contract were both given, and the contract is made already.\n"
             "expected: one of them\ngot: both\n"
