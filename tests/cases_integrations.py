@@ -148,6 +148,38 @@ def native_patch_after_a_crash(path: Path) -> list[bool]:
     return [old is new for old, new in zip(before, names(), strict=True)]
 
 
+def mixers_under_trainer(path: Path, folder: Path, *, bf16: bool) -> set[torch.dtype]:
+    """What dtype the mixers' matrix product has while the Trainer trains a natively sharded model."""
+    from transformers import Trainer, TrainingArguments
+
+    with keep_fp32_islands("transformers"):
+        model = load(path, fsdp_size=2)
+    args = TrainingArguments(
+        output_dir=str(folder),
+        use_cpu=True,
+        bf16=bf16,
+        per_device_train_batch_size=1,
+        max_steps=1,
+        save_strategy="no",  # the Trainer of 5.24.0 resumes no model that was sharded when it was loaded
+        report_to=[],
+        disable_tqdm=True,
+    )
+    texts = [tiny_batch("transformers", 40, seed=i).input_ids[0] for i in range(2)]
+    trainer = Trainer(model, args, train_dataset=[{"input_ids": text, "labels": text} for text in texts])
+    width = model.get_parameter("model.layers.0.attn_hc.fn").shape[0]
+    linear, seen = torch.nn.functional.linear, set()
+
+    def watched(*args: Any) -> torch.Tensor:
+        out = linear(*args)
+        if out.shape[-1] == width:  # of no other matrix in this model
+            seen.add(out.dtype)
+        return out
+
+    with mock.patch("torch.nn.functional.linear", watched):
+        trainer.train()
+    return seen
+
+
 # --- NeMo AutoModel ---------------------------------------------------------------------------------------------------
 
 
@@ -291,10 +323,13 @@ def accelerate_low_memory() -> str:
 
 
 def accelerate_lost_bits() -> str:
-    """The error on a model whose islands were cast to bf16."""
+    """The error on a model one of whose islands was cast to bf16."""
+    model = tiny_transformers()
+    island = model.get_parameter("model.layers.0.attn_hc.fn")
+    island.data = island.data.bfloat16()
     with accelerate_takes_cpu_for_fsdp():
         try:
-            prepare(tiny_transformers().to(torch.bfloat16), line=True)
+            prepare(model, line=True)
         except ContractError as error:
             return str(error)
     return ""

@@ -39,9 +39,10 @@ def test_with_the_line_islands_are_computed_in_fp32_in_one_unit_per_block(run_ra
 
 
 def test_with_the_line_lost_bits_are_refused_before_the_upcast_hides_them(run_ranks: Any) -> None:
-    """``model.to(bfloat16)`` has rounded the islands; accelerate would store the rounded values in fp32."""
+    """An island was rounded to bf16; accelerate would store the rounded values in fp32, and nobody could tell."""
     for message in run_ranks(2, accelerate_lost_bits):
-        assert "must be fp32 are stored in a narrower dtype" in message
+        assert "1 tensor that must be fp32 is stored in a narrower dtype" in message
+        assert "model.layers.0.attn_hc.fn" in message
 
 
 def test_low_memory_loading_fails_in_accelerate_itself(run_ranks: Any) -> None:

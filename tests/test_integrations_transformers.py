@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cases_integrations import (
+    mixers_under_trainer,
     native_load_and_compare,
     native_lockstep,
     native_patch_after_a_crash,
@@ -113,6 +114,14 @@ def test_what_transformers_saves_of_it_loads_with_the_same_bits_and_dtypes(
     if not distributed_checkpoint:
         assert run_ranks(1, native_load_and_compare, checkpoint, tmp_path) == [[]]
     assert run_ranks(2, native_load_and_compare, checkpoint, tmp_path, **distributed) == [[], []]
+
+
+@pytest.mark.parametrize(("bf16", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])
+def test_under_the_trainer_mixers_stay_in_fp32_unless_it_is_told_to_autocast(
+    run_ranks: Any, checkpoint: Path, tmp_path: Path, bf16: bool, dtype: torch.dtype
+) -> None:
+    """Its ``bf16=True`` is torch's autocast, which no storage dtype withstands: our docs advise against it."""
+    assert run_ranks(2, mixers_under_trainer, checkpoint, tmp_path, bf16=bf16) == [{dtype}] * 2
 
 
 # --- The patch itself -------------------------------------------------------------------------------------------------

@@ -18,9 +18,9 @@ name runs, ``torch.distributed.fsdp.fully_shard``, which it imports when called,
 meshes, low-memory loading, CPU offload and activation checkpointing are accelerate's. An ``output_dtype`` in the
 plugin's policy is kept for the root alone; between blocks it would cast what the unsharded model does not.
 
-What is accelerate's and stays so: on a CPU it ignores an FSDP plugin (and uses DDP), so the tests put the one line there
-that it runs on every accelerator; its default policy reduces in bf16 whatever is no island, and returns logits and loss
-in bf16; ``cpu_ram_efficient_loading=True`` fails in 1.15.0 on a model with saved buffers, as DeepSeek-V4 is one.
+What is accelerate's and stays so: on a CPU it ignores an FSDP plugin (and uses DDP), so our tests put the one line
+there that it runs on every accelerator; its default policy reduces in bf16 whatever is no island, and returns logits
+and loss in bf16; ``cpu_ram_efficient_loading=True`` fails in 1.15.0 on any model with saved buffers, this one too.
 
 Only ``fsdp_version=2`` passes through that function; FSDP1 is not served. The Lightning Indexers are frozen when the
 model is prepared, which is after the optimizer was made: it then holds parameters that never get a gradient. Call

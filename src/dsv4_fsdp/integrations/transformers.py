@@ -25,6 +25,10 @@ other entries (also the user's ``fsdp_plan``), the policy, CPU offload and exper
 - Without ``fsdp_mixed_precision`` transformers reduces bf16 gradients in bf16. With it they are reduced in fp32, which
   we advise; islands are reduced in fp32 either way.
 
+With the ``Trainer``: leave ``bf16=False`` in its arguments, the storage dtype has decided already. ``bf16=True`` runs
+such a model under ``torch.autocast``, which computes the hyper-connection mixers' product in bf16 whatever they are
+stored in. (A model that the Trainer shards itself, through accelerate, is not run under autocast.)
+
 Not tested: tensor parallelism beside FSDP (``tp_size > 1``), quantised checkpoints, models with adapters.
 """
 
