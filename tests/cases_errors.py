@@ -82,6 +82,31 @@ def restore(model: nn.Module) -> None:
         contract_of(model, restore_fp32=True)
 
 
+def unlisted() -> nn.Module:
+    """A Transformers model without a list, whose norms somebody has put into fp32."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        use_cache=False,
+    )
+    model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+    model.model.norm.float()
+    return model
+
+
+def transposed(model: nn.Module, mesh: DeviceMesh) -> None:
+    model.proj.weight.data = model.proj.weight.data.t()
+
+
+def contiguous(model: nn.Module) -> None:
+    model.proj.weight.data = model.proj.weight.data.contiguous()
+
+
 # --- Calls ------------------------------------------------------------------------------------------------------------
 
 Call = Callable[[nn.Module, DeviceMesh], Any]
@@ -104,6 +129,12 @@ def whole(**kwargs: Any) -> Call:
 def both_blocks_as_one_unit(model: nn.Module, mesh: DeviceMesh) -> None:
     unit("first", "second", fp32_params=MIXED_ISLANDS)(model, mesh)
     unit()(model, mesh)
+
+
+def by_hand_with_a_contract(model: nn.Module, mesh: DeviceMesh) -> None:
+    contract = contract_of(model, mp_policy=BF16)
+    for name in ("model.layers.0.attn_hc", "model.layers.0", "model.layers.1", ""):
+        fully_shard(model.get_submodule(name), mesh=mesh, mp_policy=BF16, fp32_params=contract)
 
 
 def with_a_torch_that_has_no_parameter_groups(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -146,10 +177,26 @@ class Mistake:
 
 MISTAKES: dict[str, Mistake] = {
     "mixed_dtypes_and_nothing_said": Mistake(build=Mixed, wrong=unit(), right=unit(fp32_params=MIXED_ISLANDS)),
+    "mixed_dtypes_and_nothing_said_by_a_model": Mistake(build=unlisted, wrong=whole(), right=whole(fp32_params=[])),
+    "part_of_a_block_without_names": Mistake(
+        wrong=unit("model.layers.0.attn_hc"),
+        right=by_hand_with_a_contract,
+    ),
+    "empty_list": Mistake(wrong=lambda model, mesh: fully_shard([], mesh=mesh)),
+    "parameter_that_is_not_contiguous": Mistake(
+        build=Mixed,
+        before=transposed,
+        wrong=unit(fp32_params=MIXED_ISLANDS),
+        mend=contiguous,
+        right=unit(fp32_params=MIXED_ISLANDS),
+    ),
     "islands_in_bf16": Mistake(build=tiny_in_bf16, wrong=whole(), mend=restore),
     "islands_in_bf16_in_a_unit": Mistake(build=tiny_in_bf16, wrong=unit("model.layers.1.self_attn"), mend=restore),
     "fp32_params_match_nothing_in_a_unit": Mistake(
         build=Mixed, wrong=unit(fp32_params=["sink", "self_attn.norm"]), right=unit(fp32_params=MIXED_ISLANDS)
+    ),
+    "fp32_params_match_some_names_in_a_unit": Mistake(
+        build=Mixed, wrong=unit(fp32_params=["sinks", "nrom"]), right=unit(fp32_params=MIXED_ISLANDS)
     ),
     "fp32_params_match_nothing_in_a_model": Mistake(wrong=whole(fp32_params=["sinks", "layers.*.attn_hcc"])),
     "fp32_params_is_one_string": Mistake(wrong=whole(fp32_params="sinks")),
@@ -158,6 +205,12 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "contract_of_another_model": Mistake(
         wrong=lambda model, mesh: unit("model.layers.0", fp32_params=contract_of(tiny()))(model, mesh)
+    ),
+    "contract_of_another_policy": Mistake(
+        wrong=lambda model, mesh: unit(
+            "model.layers.0",
+            fp32_params=contract_of(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)),
+        )(model, mesh)
     ),
     "tied_parameter_in_two_units": Mistake(
         build=TwoMixed,

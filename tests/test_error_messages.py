@@ -24,6 +24,7 @@ GOLDEN = Path(__file__).parent / "golden"
 
 ERRORS = dict.fromkeys(MISTAKES, "ShardingError") | {
     "contract_of_another_model": "ContractError",
+    "fp32_params_match_some_names_in_a_unit": "ContractError",
     "fp32_params_is_a_contract": "ContractError",
     "fp32_params_is_one_string": "ContractError",
     "fp32_params_match_nothing_in_a_model": "ContractError",

@@ -345,7 +345,7 @@ def _refuse_unshardable_parameters(managed: list[nn.Parameter], homes: dict[int,
     if wrong:
         raise ShardingError(
             "parameters that FSDP2 cannot shard.\nexpected: contiguous, with at least one element\n"
-            f"got:\n{listing(wrong)}\nwhat to do: as said beside each."
+            f"got:\n{listing(wrong)}\nwhat to do: mend each as said beside it."
         )
 
 
@@ -381,9 +381,8 @@ def _refuse_lost_names(modules: list[nn.Module], rules: dict[int, TensorRule], n
     ]
     if lost:
         raise ShardingError(
-            "fp32 parameters of a unit that is smaller than a block: the model's fp32 list speaks of longer names, so "
-            "nothing says whether they are islands.\n"
-            "expected: fp32_params\n"
+            "nothing says whether the fp32 parameters of this unit are islands.\n"
+            "expected: fp32_params, because the unit is smaller than a block: the model's list speaks of longer names\n"
             f"got, stored in float32:\n{listing(lost)}\n"
             "what to do: make the contract of the whole model before sharding, contract = contract_of(model), and pass "
             "fp32_params=contract to each call; or fp32_params=[] if they are master weights."
