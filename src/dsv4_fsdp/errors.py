@@ -3,7 +3,8 @@
     Dsv4FsdpError
     ├── ContractError    which tensors must be fp32, and whether they still are (also a ValueError)
     ├── ShardingError    a unit that cannot be built or would compute something else (also a ValueError)
-    └── UnsupportedTorch the installed torch lacks what the engine stands on (also a RuntimeError)
+    ├── UnsupportedTorch the installed torch lacks what the engine stands on (also a RuntimeError)
+    └── UnsupportedLibrary (in integrations) a library whose internals are not those that a patch knows (likewise)
 
 Each message says what was checked, what was expected, what was found, where, and what to do. An ``AssertionError`` from
 this package is a bug of the package.
