@@ -322,7 +322,9 @@ def check_names_match(fp32_params: Iterable[str], fqns: list[str], *, every: boo
 
 def _class_list_reason(model: nn.Module) -> IslandReason:
     # By tensor and not by prefix: what a wrapper around the model is called must not matter. A tied tensor has several
-    # names below its owner, and each is judged by itself.
+    # names below its owner, and each is judged by itself. A tensor that is not the model's (a checkpoint's, or a shard)
+    # goes by the name that it comes with.
+    known = {id(tensor) for _, _, tensor in named_tensors(model)}
     lists = []
     for owner, patterns in class_lists(model):
         below: dict[int, list[str]] = {}
@@ -335,7 +337,7 @@ def _class_list_reason(model: nn.Module) -> IslandReason:
         if is_adapter_name(fqn):
             return None
         for below, patterns in lists:
-            names = below.get(id(tensor), ())
+            names = below.get(id(tensor), []) if id(tensor) in known else [fqn]
             for name in [name for name in names if fqn == name or fqn.endswith(f".{name}")] or names:
                 for pattern, compiled in patterns:
                     if compiled.search(name):
