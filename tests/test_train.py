@@ -248,7 +248,8 @@ def test_a_rank_that_fails_ends_the_command_within_seconds(
     for rank in range(2):
         with pytest.raises(ProcessLookupError):
             os.kill(int((tmp_path / f"pid{rank}").read_text()), 0)
-    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+    # Rank 0 may have been ended before it noted the second step.
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) in (1, 2)
     assert not (tmp_path / "run" / "export").exists()
 
 
