@@ -6,11 +6,10 @@ turn that tensor into bf16 on the next save. The contract is the union: pass :fu
 
 from __future__ import annotations
 
-import json
-import struct
 from pathlib import Path
 
 from .errors import ContractError
+from .safetensors_headers import read_header
 
 __all__ = ["fp32_names", "header_dtypes"]
 
@@ -19,7 +18,7 @@ def header_dtypes(folder: str | Path) -> dict[str, str]:
     """The dtype of every tensor in the ``*.safetensors`` files of ``folder``, as safetensors names it (``"F32"``).
 
     Raises:
-        ContractError: there is no such file, or one is truncated.
+        ContractError: there is no such file, or one is truncated or damaged.
     """
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
@@ -29,16 +28,15 @@ def header_dtypes(folder: str | Path) -> dict[str, str]:
         )
     dtypes: dict[str, str] = {}
     for file in files:
-        with file.open("rb") as handle:
-            prefix = handle.read(8)
-            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
-            header = handle.read(length) if 0 <= length <= file.stat().st_size else b""
-        if len(header) != length:
+        header = read_header(file)
+        if header.problem is not None:
+            kind, expected, found = header.problem
+            state = "cut short" if kind == "truncated-file" else "damaged"
             raise ContractError(
-                f"a checkpoint file is cut short.\nexpected: a header of {max(length, 8)} bytes\n"
-                f"got: {file.stat().st_size} bytes in all\nwhere: {file}\nwhat to do: fetch the file again."
+                f"a checkpoint file is {state}.\nexpected: {expected}\ngot: {found}\nwhere: {file}\n"
+                "what to do: fetch the file again."
             )
-        dtypes |= {name: entry["dtype"] for name, entry in json.loads(header).items() if name != "__metadata__"}
+        dtypes |= {name: tensor.dtype for name, tensor in header.tensors.items()}
     return dtypes
 
 

@@ -306,10 +306,15 @@ def _as_names(fp32_params: Iterable[str]) -> tuple[str, ...]:
     return names
 
 
+def unmatched_names(names: Iterable[str], fqns: list[str]) -> list[str]:
+    """Those of ``names`` that match none of ``fqns``."""
+    return [name for name in names if not any(matches_components(fqn, name) for fqn in fqns)]
+
+
 def check_names_match(fp32_params: Iterable[str], fqns: list[str], *, every: bool) -> None:
     """Raise :class:`ContractError` if a name matches none of ``fqns``: any name if ``every``, else all of them."""
     names = _as_names(fp32_params)
-    silent = [name for name in names if not any(matches_components(fqn, name) for fqn in fqns)]
+    silent = unmatched_names(names, fqns)
     if silent and (every or len(silent) == len(names)):
         raise ContractError(
             "fp32_params names what does not exist here.\n"

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from .contract import (
     Contract,
     IslandPredicate,
+    IslandReason,
     TensorRule,
     build_contract,
     check_names_match,
@@ -40,9 +41,10 @@ from .contract import (
     named_tensors,
     policy_dtypes,
     short_dtype,
+    unmatched_names,
 )
 from .errors import ContractError, ShardingError, listing
-from .names import is_adapter_name, matches_components, named_parameters_all
+from .names import is_adapter_name, named_parameters_all
 from .torch_private import (
     fsdp_state,
     grouping_hook,
@@ -241,16 +243,17 @@ def _contract_of_unit(
     if isinstance(fp32_params, Contract):
         return fp32_params
     said: Iterable[str] | IslandPredicate = () if fp32_params is None else fp32_params
+    # Names of inner units and of ignored parameters count as found: the same list may be given to every unit.
+    fqns = [name for module in modules for _, name, _ in named_tensors(module)]
     if not callable(said):
         said = said if isinstance(said, str) else tuple(said)
-        # Names of inner units and of ignored parameters count as found: the same list may be given to every unit.
-        everything = [name for module in modules for _, name, _ in named_tensors(module)]
-        check_names_match(said, everything, every=False)
-        _refuse_misspelt_names(tuple(said), everything, modules, managed)
+        check_names_match(said, fqns, every=False)
     if fp32_params is None and not any(model_speaks(module) for module in modules):
         refuse_ambiguous_dtypes(modules, managed, mp_policy)
     managed_ids = {id(param) for param in managed}
     reasons = {id(module): island_reason(module, said) for module in modules}
+    if not callable(said):
+        _refuse_misspelt_names(tuple(said), fqns, modules, managed, reasons)
     tensors, reason_of = [], {}
     for module in modules:
         for kind, name, tensor in named_tensors(module):
@@ -311,20 +314,25 @@ def refuse_sharded_modules(modules: list[nn.Module], ignored_params: set[nn.Para
 
 
 def _refuse_misspelt_names(
-    said: tuple[str, ...], everything: list[str], modules: list[nn.Module], managed: list[nn.Parameter]
+    said: tuple[str, ...],
+    fqns: list[str],
+    modules: list[nn.Module],
+    managed: list[nn.Parameter],
+    reasons: dict[int, IslandReason],
 ) -> None:
     """A name may match nothing where one list serves every unit, but not beside fp32 parameters that nobody named."""
     if not any(param.dtype in _NARROW for param in managed):
         return  # stored in fp32 throughout: the unnamed ones are master weights
-    reason = [island_reason(module, said) for module in modules]
+    silent = unmatched_names(said, fqns)
+    if not silent:
+        return
     unnamed = [
         name
-        for module, says in zip(modules, reason, strict=True)
+        for module in modules
         for name, param in named_parameters_all(module)
-        if param.dtype == torch.float32 and not is_adapter_name(name) and says(name, param) is None
+        if param.dtype == torch.float32 and not is_adapter_name(name) and reasons[id(module)](name, param) is None
     ]
-    silent = [name for name in said if not any(matches_components(fqn, name) for fqn in everything)]
-    if silent and unnamed:
+    if unnamed:
         raise ContractError(
             "fp32_params holds names that match nothing here, beside fp32 parameters that no name matches.\n"
             f"expected: each fp32 parameter named, or each name found\ngot, matching nothing:\n{listing(silent)}\n"
