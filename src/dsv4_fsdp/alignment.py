@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .names import canonical_name
+from .names import canonical_name, joined_name
 
 __all__ = ["COMPRESSOR_CLASS_NAMES", "Alignment", "freeze_indexers", "tie_compressors"]
 
@@ -150,7 +150,7 @@ def indexer_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     for module_name, module in model.named_modules():
         if _has_class_name(module, _INDEXER_CLASS_NAMES):
             for name, param in module.named_parameters():
-                found[canonical_name(f"{module_name}.{name}" if module_name else name)] = param
+                found[joined_name(module_name, name)] = param
     return found
 
 

@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor, Shard
 from .audit_report import AuditReport, AuditRow, Violation
 from .contract import IslandPredicate, island_reason, short_dtype
 from .live_precision import LiveTensor, differences, read_back
-from .names import canonical_name
+from .names import canonical_name, joined_name
 from .observe import Observations, observe_step
 from .plan import ShardingPlan
 
@@ -273,7 +273,7 @@ def _judge_tables(model: nn.Module) -> Iterable[Violation]:
                 yield Violation("uninitialised", fqn, expected, f"numbers from {low} to {high}", _UNINITIALISED)
     for raw_name, module in model.named_modules():
         for buffer_name in _computed_buffers(module):
-            fqn = canonical_name(f"{raw_name}.{buffer_name}".removeprefix("."))
+            fqn = joined_name(raw_name, buffer_name)
             yield from _judge_computed(model, module, buffer_name, fqn)
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .contract import island_reason, short_dtype
-from .names import canonical_name, pattern_name
+from .names import canonical_name, joined_name, pattern_name
 from .plan import ShardingPlan
 from .torch_private import owners_of, parameter_groups, reduce_dtype
 
@@ -103,7 +103,7 @@ def _homes(model: nn.Module) -> dict[str, _Home]:
             reduce = reduce_dtype(policy, storage, compute) if storage.is_floating_point else None
             home = (fsdp_param.sharded_param, canonical_name(name), index, compute, reduce)
             for module, param_name in owners_of(fsdp_param):
-                homes[canonical_name(f"{module_names[id(module)]}.{param_name}".removeprefix("."))] = home
+                homes[joined_name(module_names[id(module)], param_name)] = home
     return homes
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .errors import ShardingError, listing
-from .names import canonical_name
+from .names import canonical_name, joined_name
 
 __all__ = ["materialize", "refuse_uninitialized"]
 
@@ -49,7 +49,7 @@ def materialize(
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device.type == "meta":
                 module._buffers[name] = _allocate(buffer, buffer_device or device)
-                value = (buffers or {}).get(canonical_name(f"{module_name}.{name}" if module_name else name))
+                value = (buffers or {}).get(joined_name(module_name, name))
                 if value is not None:
                     module._buffers[name].copy_(value)
                 elif name in module._non_persistent_buffers_set and not any(True for _ in module.parameters()):

@@ -12,7 +12,14 @@ from collections.abc import Iterator
 
 from torch import nn
 
-__all__ = ["canonical_name", "is_adapter_name", "matches_components", "named_parameters_all", "pattern_name"]
+__all__ = [
+    "canonical_name",
+    "is_adapter_name",
+    "joined_name",
+    "matches_components",
+    "named_parameters_all",
+    "pattern_name",
+]
 
 # Each of these is an attribute under which a wrapper keeps the module it wraps.
 _WRAPPER_COMPONENTS = frozenset({"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module", "base_layer"})
@@ -28,6 +35,11 @@ def canonical_name(fqn: str) -> str:
     """
     fqn = ".".join(part for part in fqn.split(".") if part not in _WRAPPER_COMPONENTS)
     return fqn.removeprefix(_PEFT_PREFIX)
+
+
+def joined_name(module_name: str, name: str) -> str:
+    """The canonical name of what the module ``module_name`` (``""`` for the root) calls ``name``."""
+    return canonical_name(f"{module_name}.{name}" if module_name else name)
 
 
 def is_adapter_name(fqn: str) -> bool:

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .names import canonical_name
+from .names import canonical_name, joined_name
 from .torch_private import TorchDispatchMode, owners_of, parameter_groups, pytree
 
 __all__ = ["Observations", "observe_step"]
@@ -98,7 +98,7 @@ def _look_at_parameters(name: str, seen: Observations, storages: _Storages) -> C
     def hook(module: nn.Module, args: Any) -> None:
         for param_name, param in module._parameters.items():
             if param is not None:
-                fqn = canonical_name(f"{name}.{param_name}".removeprefix("."))
+                fqn = joined_name(name, param_name)
                 seen.compute.setdefault(fqn, set()).add(param.dtype)
                 if param.dtype == torch.float32 and (address := _address(param)) is not None:
                     storages[address] = (fqn, module, param_name)
@@ -142,7 +142,7 @@ def _group_hooks(model: nn.Module, current: list[tuple[str, list[str]]]) -> Iter
     hooked = []
     for _, group in parameter_groups(model):
         names = [
-            canonical_name(f"{module_names[id(module)]}.{param_name}".removeprefix("."))
+            joined_name(module_names[id(module)], param_name)
             for fsdp_param in group.fsdp_params
             for module, param_name in owners_of(fsdp_param)
         ]

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .errors import ShardingError, listing
-from .names import canonical_name
+from .names import joined_name
 from .torch_private import owners_of, parameter_groups, unreduced_gradient
 
 __all__ = ["probe_gradients"]
@@ -66,7 +66,7 @@ def _probing(group: Any, exchange: _Exchange, module_names: dict[int, str]) -> A
 
 def _fqn(fsdp_param: Any, module_names: dict[int, str]) -> str:
     module, name = owners_of(fsdp_param)[0]
-    return canonical_name(f"{module_names[id(module)]}.{name}".removeprefix("."))
+    return joined_name(module_names[id(module)], name)
 
 
 class _Exchange:
