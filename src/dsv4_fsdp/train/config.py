@@ -10,10 +10,11 @@ import difflib
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from dsv4_fsdp.errors import Dsv4FsdpError
+from dsv4_fsdp.settings_section import Section
 
 __all__ = [
     "MAX_SEQUENCE_LENGTH",
@@ -38,17 +39,12 @@ class ConfigError(Dsv4FsdpError, ValueError):
         self.problems = problems
 
 
-class _Section(BaseModel):
-    # Ignored configuration is an error; inf and nan are never meant.
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
 def _split_commas(value: Any) -> Any:
     """The command line gives a list as ``64,192,256``."""
     return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
 
 
-class DataConfig(_Section):
+class DataConfig(Section):
     """The batches: see :class:`dsv4_fsdp.train.stdlib_text.StdlibText`."""
 
     # One token has no next token to predict.
@@ -69,7 +65,7 @@ class DataConfig(_Section):
         return self
 
 
-class OptimizerConfig(_Section):
+class OptimizerConfig(Section):
     """AdamW, its schedule (linear warm-up, then a cosine down to ``final_lr_fraction``) and clipping."""
 
     lr: float = Field(gt=0)
@@ -81,7 +77,7 @@ class OptimizerConfig(_Section):
     clip_grad_norm: float = Field(gt=0)
 
 
-class TrainConfig(_Section):
+class TrainConfig(Section):
     """A whole run. ``nproc`` is the number of ranks that the command starts; under torchrun it is the world size."""
 
     preset: str
