@@ -6,12 +6,14 @@ changed.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
 
 from . import nemo_layout
 from .errors import ShardingError
+from .names import canonical_name, pattern_name
 
 __all__ = ["ModelLayout", "layout_of"]
 
@@ -30,6 +32,7 @@ class ModelLayout:
         head_needs_fp32_input: whether the head is an fp32 layer fed by the model with bf16 (NeMo AutoModel's), so that
             its unit must cast its input.
         tied: whether embedding and head share their weight; it then belongs to the root unit.
+        experts: the modules inside blocks whose experts can be dealt to ranks (the model's ``ep_plan``, Transformers').
     """
 
     embedding: str | None
@@ -37,6 +40,7 @@ class ModelLayout:
     head: str | None
     head_needs_fp32_input: bool
     tied: bool
+    experts: tuple[str, ...] = ()
 
 
 def layout_of(model: nn.Module) -> ModelLayout:
@@ -82,7 +86,19 @@ def layout_of(model: nn.Module) -> ModelLayout:
         head=name_outside_blocks(head),
         head_needs_fp32_input=nemo_layout.has_nemo_layout(model),
         tied=tied,
+        experts=tuple(_dispatched_experts(model, blocks)),
     )
+
+
+def _dispatched_experts(model: nn.Module, blocks: list[str]) -> Iterator[str]:
+    """What a Transformers model's ``ep_plan`` names for dispatch, such as ``model.layers.*.mlp.experts``."""
+    plan = getattr(model, "ep_plan", None)
+    rules = (
+        {name for name, style in plan.items() if style == "ep_dispatch_experts"} if isinstance(plan, dict) else set()
+    )
+    for name, _ in model.named_modules():
+        if pattern_name(canonical_name(name)) in rules and any(name.startswith(f"{block}.") for block in blocks):
+            yield name
 
 
 def _accessor(model: nn.Module, method: str) -> nn.Module | None:

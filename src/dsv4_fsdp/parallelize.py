@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 from .alignment import freeze_indexers, tie_compressors
 from .contract import IslandPredicate, contract_of, default_mp_policy, model_speaks
 from .errors import ShardingError
+from .expert_parallel import average_over_batches, dispatch_experts, sharding_axes
 from .fsdp import fully_shard_deepseek_v4
 from .grouped_unit import fully_shard, refuse_ambiguous_dtypes, refuse_foreign_mesh, refuse_sharded_modules
 from .live_precision import differences, read_back
@@ -34,10 +35,11 @@ def parallelize(
     island_units: IslandUnits = "grouped",
     reshard_after_forward: bool | int = True,
     offload_policy: OffloadPolicy | None = None,
-    activation_checkpointing: bool = False,
+    activation_checkpointing: bool | int = False,
     fp32_params: Iterable[str] | IslandPredicate | None = None,
     restore_fp32: bool = False,
     freeze_indexer: bool = True,
+    expert_mesh: DeviceMesh | None = None,
 ) -> ShardingPlan:
     """Shard ``model`` in place: embedding, blocks, head and root, its fp32 islands intact; return the plan applied.
 
@@ -54,12 +56,14 @@ def parallelize(
             is a unit of its own (NeMo AutoModel's layout only, more collectives).
         reshard_after_forward: for embedding and blocks, as in ``fully_shard``.
         offload_policy: as in ``fully_shard``.
-        activation_checkpointing: recompute each block in backward (non-reentrant). Parameter names then contain
-            ``_checkpoint_wrapped_module``; state dicts do not.
+        activation_checkpointing: recompute each block in backward (non-reentrant), or every n-th if it is a number n,
+            the first block among them. Parameter names then contain ``_checkpoint_wrapped_module``; state dicts do not.
         fp32_params: further islands, see :func:`~dsv4_fsdp.contract.contract_of`; an empty collection says that there
             are none, where the model itself lists nothing.
         restore_fp32: upcast islands that are stored below fp32; lost bits do not come back.
         freeze_indexer: freeze the Lightning Indexers, which get no gradient (a log message says so).
+        expert_mesh: deal the experts of each layer to the ``expert`` axis of this mesh, see
+            :func:`~dsv4_fsdp.expert_parallel.make_expert_mesh`. Transformers models only.
 
     Raises:
         ContractError: an island is stored below fp32, or ``fp32_params`` matches nothing.
@@ -76,6 +80,8 @@ def parallelize(
             f"got: a mesh of shape {tuple(mesh.shape)} without names\n"
             "what to do: pass mesh_dim_names to init_device_mesh; the first axis replicates, the second shards."
         )
+    if expert_mesh is not None:
+        dispatch_experts(model, expert_mesh)
     policy = default_mp_policy() if mp_policy is None else mp_policy
     contract = contract_of(model, mp_policy=policy, fp32_params=fp32_params, restore_fp32=restore_fp32)
     plan = plan_sharding(
@@ -86,6 +92,7 @@ def parallelize(
         reshard_after_forward=reshard_after_forward,
         activation_checkpointing=activation_checkpointing,
         freeze_indexer=freeze_indexer,
+        expert_parallel=1 if expert_mesh is None else expert_mesh["expert"].size(),
         contract=contract,
     )
     if fp32_params is None and not model_speaks(model):
@@ -113,6 +120,9 @@ def parallelize(
             kwargs["reshard_after_forward"] = unit.reshard_after_forward
         if unit.role == "head" and unit.cast_inputs_to == "float32":
             kwargs["mp_policy"] = _fp32_policy()
+        if unit.role == "experts":
+            assert expert_mesh is not None
+            kwargs["mesh"] = sharding_axes(mesh, expert_mesh)
         if island_units == "nested" and unit.role in ("block", "root"):
             fully_shard_deepseek_v4(module, **kwargs, island_units="nested")
         else:
@@ -120,6 +130,9 @@ def parallelize(
         assert isinstance(module, FSDPModule)
         if not unit.unshard_in_backward:
             module.set_unshard_in_backward(False)
+        if unit.role == "experts":
+            assert expert_mesh is not None
+            average_over_batches(module, expert_mesh)
         units.append((unit, module))
 
     _prefetch_forward(units)
@@ -142,7 +155,7 @@ def _checkpoint_blocks(model: nn.Module, plan: ShardingPlan) -> None:
     for name, _ in model.named_modules():
         raw_names.setdefault(canonical_name(name), name)
     for unit in plan.units:
-        if unit.role == "block":
+        if unit.role == "block" and plan.recomputes(unit):
             parent_name, _, child_name = raw_names[unit.fqn].rpartition(".")
             parent = model.get_submodule(parent_name)
             block = model.get_submodule(raw_names[unit.fqn])
@@ -151,7 +164,16 @@ def _checkpoint_blocks(model: nn.Module, plan: ShardingPlan) -> None:
 
 
 def _prefetch_forward(units: list[tuple[UnitPlan, FSDPModule]]) -> None:
-    """While one unit computes, the gathers of the next are in flight: all of its parameter groups, in running order."""
-    running = [module for unit, module in units if unit.role != "root"]
-    for current, following in pairwise(running):
-        current.set_modules_to_forward_prefetch([following])
+    """While one unit computes, the gathers of the next are in flight: all of its parameter groups, in running order.
+
+    A block has its own dispatched experts gathered and then the next unit; experts ask for nothing. They are inside of
+    the block, so where it is recomputed their forward runs in backward, which would gather the next block once more.
+    """
+    running: list[list[FSDPModule]] = [[]]
+    for unit, module in units:
+        if unit.role != "root":
+            running[-1].insert(0, module)
+            if unit.role != "experts":  # the plan has them before the block that they are inside of
+                running.append([])
+    for (current, *its_experts), (following, *_) in pairwise(running[:-1]):
+        current.set_modules_to_forward_prefetch([*its_experts, following])

@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import or_
 from typing import Any, Literal, get_args
 
@@ -25,7 +25,7 @@ from .alignment import indexer_parameters
 from .contract import Contract, IslandPredicate, contract_of, default_mp_policy, short_dtype
 from .errors import ContractError, ShardingError, listing
 from .grouped_unit import group_rules
-from .model_layout import layout_of
+from .model_layout import ModelLayout, layout_of
 from .names import canonical_name, named_parameters_all
 
 __all__ = ["GroupPlan", "IslandUnits", "ParamPlan", "ShardingPlan", "UnitPlan", "plan_sharding"]
@@ -77,7 +77,8 @@ class UnitPlan:
 
     Attributes:
         fqn: canonical name of the module, ``""`` for the root.
-        role: ``"embedding"``, ``"block"``, ``"head"``, ``"root"``, or ``"island"`` (nested units).
+        role: ``"embedding"``, ``"block"``, ``"head"``, ``"root"``, ``"experts"`` (dispatched ones, inside the block
+            that follows) or ``"island"`` (nested units).
         reshard_after_forward: as in ``fully_shard``; ``None`` leaves the root to torch (kept unsharded).
         unshard_in_backward: ``False`` where backward does not read the weights (an embedding).
         reached_in_backward: ``False`` where no gradient arrives: in frozen blocks before the first trainable parameter.
@@ -111,14 +112,17 @@ class ShardingPlan:
 
     Attributes:
         mesh_shape: ``(shard,)`` or ``(replicate, shard)``.
+        expert_parallel: ranks that the experts of a layer are dealt to; 1 means that each rank computes all of them.
+            What a rank holds is then sharded over ``shard / expert_parallel`` ranks.
         island_units: ``"grouped"`` or ``"nested"``.
-        activation_checkpointing: whether each block is recomputed in backward.
+        activation_checkpointing: whether each block is recomputed in backward; a number n: every n-th, from the first.
         frozen_fqns: parameters that applying the plan freezes (the Lightning Indexer's).
     """
 
     mesh_shape: tuple[int, ...]
+    expert_parallel: int
     island_units: str
-    activation_checkpointing: bool
+    activation_checkpointing: bool | int
     frozen_fqns: tuple[str, ...]
     units: tuple[UnitPlan, ...]
 
@@ -132,23 +136,36 @@ class ShardingPlan:
         """The plan as JSON with sorted keys."""
         return json.dumps(asdict(self), sort_keys=True)
 
+    def shard_size(self, unit: UnitPlan) -> int:
+        """How many ranks share the parameters of ``unit``: the shard axis, or what expert parallelism leaves of it."""
+        return self.mesh_shape[-1] // (self.expert_parallel if unit.role == "experts" else 1)
+
+    def recomputes(self, block: UnitPlan) -> bool:
+        """Whether ``block`` is run again in backward."""
+        blocks = [unit for unit in self.units if unit.role == "block"]
+        return bool(self.activation_checkpointing) and blocks.index(block) % self.activation_checkpointing == 0
+
     def collectives_per_step(self, *, micro_batches: int = 1) -> dict[str, int]:
         """How many collectives one optimizer step issues for parameters and gradients, by kind.
 
         Each micro-batch gathers and reduces. A shard axis of size 1 costs nothing, torch copies instead; a replicate
         axis is reduced over whatever its size. Activation checkpointing adds none: the recomputation runs while the
         unit is gathered for backward.
+
+        With expert parallelism, ``all_to_all`` counts how tokens go to their experts and back: three per layer and
+        forward (how many, the tokens, the results), run again where the block is recomputed, and two in backward.
         """
-        shard = self.mesh_shape[-1]
-        gathers = reduces = 0
+        counts = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
         for unit in self.units:
-            gathers += len(unit.groups) * (1 + unit.gathers_in_backward)
-            reduces += sum(1 for group in unit.groups if group.reduce_scatter_bytes)
-        return {
-            "all_gather": micro_batches * gathers * (shard > 1),
-            "reduce_scatter": micro_batches * reduces * (shard > 1),
-            "all_reduce": micro_batches * reduces * (len(self.mesh_shape) == 2),
-        }
+            reduces = sum(1 for group in unit.groups if group.reduce_scatter_bytes)
+            if self.shard_size(unit) > 1:
+                counts["all_gather"] += len(unit.groups) * (1 + unit.gathers_in_backward)
+                counts["reduce_scatter"] += reduces
+            counts["all_reduce"] += reduces * (len(self.mesh_shape) == 2)
+        if self.expert_parallel > 1:
+            with_experts = [after for unit, after in pairwise(self.units) if unit.role == "experts"]
+            counts["all_to_all"] = sum(5 + 3 * self.recomputes(block) for block in with_experts)
+        return {kind: micro_batches * count for kind, count in counts.items()}
 
     def table(self) -> str:
         """The plan as text, at most 100 columns: one line per kind of unit and group, then the totals per rank."""
@@ -163,9 +180,10 @@ class ShardingPlan:
                 )
         total = sum(group.shard_bytes for unit in self.units for group in unit.groups)
         islands = sum(param.island for unit in self.units for group in unit.groups for param in group.params)
+        experts = f", experts dealt to {self.expert_parallel} ranks" if self.expert_parallel > 1 else ""
         counts = ", ".join(f"{n} {kind}" for kind, n in self.collectives_per_step().items() if n) or "none"
         lines += [
-            f"mesh {'x'.join(map(str, self.mesh_shape))}, {len(self.units)} units, {islands} fp32 islands",
+            f"mesh {'x'.join(map(str, self.mesh_shape))}{experts}, {len(self.units)} units, {islands} fp32 islands",
             f"parameters per rank: {total / 2**20:.2f} MiB",
             f"collectives per step: {counts}",
             f"hash {self.hash[:16]}",
@@ -180,9 +198,10 @@ def plan_sharding(
     mp_policy: MixedPrecisionPolicy | None = None,
     island_units: IslandUnits = "grouped",
     reshard_after_forward: bool | int = True,
-    activation_checkpointing: bool = False,
+    activation_checkpointing: bool | int = False,
     fp32_params: Iterable[str] | IslandPredicate | None = None,
     freeze_indexer: bool = True,
+    expert_parallel: int = 1,
     contract: Contract | None = None,
 ) -> ShardingPlan:
     """Plan the units of a whole model; changes nothing and needs no process group.
@@ -190,6 +209,7 @@ def plan_sharding(
     Args:
         model: the unsharded model (meta device allowed).
         mesh_shape: ``(shard,)``, or ``(replicate, shard)`` for HSDP.
+        expert_parallel: over how many ranks the experts of a layer are dealt.
         contract: the model's contract if it is made already; then ``fp32_params`` must be empty.
         others: see :func:`dsv4_fsdp.parallelize`.
 
@@ -198,7 +218,9 @@ def plan_sharding(
         ShardingError: no blocks found, an impossible mesh shape or ``reshard_after_forward``, unknown
             ``island_units``, or nested units asked for where islands are bare parameters.
     """
-    _refuse_wrong_arguments(mesh_shape, island_units, reshard_after_forward)
+    _refuse_wrong_arguments(mesh_shape, island_units, reshard_after_forward, activation_checkpointing)
+    if activation_checkpointing in (0, 1):
+        activation_checkpointing = bool(activation_checkpointing)
     if contract is None:
         policy = default_mp_policy() if mp_policy is None else mp_policy
         contract = contract_of(model, mp_policy=policy, fp32_params=fp32_params)
@@ -212,6 +234,8 @@ def plan_sharding(
         # As torch reads these two: one rank keeps everything, all ranks keep a shard.
         reshard_after_forward = reshard_after_forward != 1
     layout = layout_of(model)
+    if expert_parallel != 1:
+        _refuse_wrong_expert_parallel(model, layout, mesh_shape[-1], expert_parallel, island_units)
     frozen = indexer_parameters(model) if freeze_indexer else {}
     frozen_ids = {id(param) for param in frozen.values()}
     planner = _Planner(model, contract, mesh_shape[-1], frozen_ids)
@@ -222,7 +246,7 @@ def plan_sharding(
         if island_units == "nested" and role in ("block", "root"):
             units.extend(planner.island_units(name, reshard))
         cast_inputs_to = "float32" if role == "head" and layout.head_needs_fp32_input else None
-        groups = planner.groups_inside(name)
+        groups = planner.groups_inside(name, expert_parallel=expert_parallel if role == "experts" else 1)
         if groups or role == "root":
             units.append(
                 UnitPlan(canonical_name(name), role, reshard, unshard_in_backward, True, cast_inputs_to, groups)
@@ -234,6 +258,9 @@ def plan_sharding(
         # The gradient of an embedding does not read its weight, so backward need not gather it.
         add(layout.embedding, "embedding", reshard_after_forward, unshard_in_backward=False)
     for block in layout.blocks:
+        for experts in layout.experts if expert_parallel > 1 else ():
+            if experts.startswith(f"{block}."):
+                add(experts, "experts", bool(reshard_after_forward))
         add(block, "block", reshard_after_forward)
     if layout.head is not None:
         # Backward starts here: freeing the head after forward would only gather it again at once.
@@ -241,6 +268,7 @@ def plan_sharding(
     add("", "root", None)
     return ShardingPlan(
         mesh_shape=tuple(mesh_shape),
+        expert_parallel=expert_parallel,
         island_units=island_units,
         activation_checkpointing=activation_checkpointing,
         frozen_fqns=tuple(name for name, param in frozen.items() if param.requires_grad),
@@ -248,7 +276,12 @@ def plan_sharding(
     )
 
 
-def _refuse_wrong_arguments(mesh_shape: tuple[int, ...], island_units: str, reshard_after_forward: bool | int) -> None:
+def _refuse_wrong_arguments(
+    mesh_shape: tuple[int, ...],
+    island_units: str,
+    reshard_after_forward: bool | int,
+    activation_checkpointing: bool | int,
+) -> None:
     if len(mesh_shape) not in (1, 2) or any(size < 1 for size in mesh_shape):
         raise ShardingError(
             "units cannot be sharded over a mesh of this shape.\n"
@@ -262,6 +295,11 @@ def _refuse_wrong_arguments(mesh_shape: tuple[int, ...], island_units: str, resh
             f"expected: {' or '.join(map(repr, get_args(IslandUnits)))}\ngot: {island_units!r}\n"
             "what to do: leave it out for the default."
         )
+    if activation_checkpointing < 0:
+        raise ShardingError(
+            "activation_checkpointing as a number says that every n-th block is recomputed.\n"
+            f"expected: True, False, or 1 or more\ngot: {activation_checkpointing}\nwhat to do: pass one of these."
+        )
     if not isinstance(reshard_after_forward, bool):
         if reshard_after_forward < 1 or mesh_shape[-1] % reshard_after_forward:
             raise ShardingError(
@@ -269,6 +307,30 @@ def _refuse_wrong_arguments(mesh_shape: tuple[int, ...], island_units: str, resh
                 f"expected: True, False, or a divisor of the shard axis' size {mesh_shape[-1]}\n"
                 f"got: {reshard_after_forward}\nwhat to do: use True, or the number of ranks of one machine."
             )
+
+
+def _refuse_wrong_expert_parallel(
+    model: nn.Module, layout: ModelLayout, shard_size: int, expert_parallel: int, island_units: str
+) -> None:
+    problem = None
+    if expert_parallel < 1 or shard_size % expert_parallel:
+        problem = f"a divisor of the shard axis' size {shard_size}", str(expert_parallel)
+    elif island_units != "grouped":
+        problem = "island_units='grouped'", island_units
+    elif not layout.experts:
+        problem = "a model with an `ep_plan` (Transformers' mixture-of-experts models)", type(model).__name__
+    else:
+        for name in layout.experts:
+            for param_name, param in model.get_submodule(name).named_parameters():
+                if param.shape[0] % expert_parallel:
+                    got = f"{param.shape[0]} in {name}.{param_name}"
+                    problem = f"a number of experts that {expert_parallel} divides", got
+    if problem is not None:
+        raise ShardingError(
+            "experts cannot be dealt to ranks like this.\n"
+            f"expected: {problem[0]}\ngot: {problem[1]}\nwhere: expert_parallel\n"
+            "what to do: choose a number that divides both the ranks that share a model and its routed experts, or 1."
+        )
 
 
 def _mark_reached(units: list[UnitPlan]) -> tuple[UnitPlan, ...]:
@@ -310,7 +372,7 @@ class _Planner:
         self._unit_modules: set[nn.Module] = set()
         self._unit_of: dict[int, str] = {}
 
-    def groups_inside(self, module_name: str) -> tuple[GroupPlan, ...]:
+    def groups_inside(self, module_name: str, *, expert_parallel: int = 1) -> tuple[GroupPlan, ...]:
         unit_module = self._model.get_submodule(module_name)
         params: dict[int, nn.Parameter] = {}
         # `fully_shard` walks children before their parent, and each module's own parameters in order.
@@ -319,7 +381,7 @@ class _Planner:
         self._unit_modules.add(unit_module)
         self._refuse_shared(params)
         self._unit_of |= dict.fromkeys(params, canonical_name(module_name))
-        return self._grouped(list(params.values()))
+        return self._grouped(list(params.values()), expert_parallel)
 
     def _refuse_shared(self, params: Iterable[int]) -> None:
         shared = [
@@ -332,7 +394,7 @@ class _Planner:
                 "what to do: untie them, or shard by hand, with both owners as one unit: fully_shard([a, b])."
             )
 
-    def _grouped(self, params: list[nn.Parameter]) -> tuple[GroupPlan, ...]:
+    def _grouped(self, params: list[nn.Parameter], expert_parallel: int) -> tuple[GroupPlan, ...]:
         rules = [self._contract.rule_of(param) for param in params]
         if None in rules:
             unknown = [self._names[id(param)][0] for param, rule in zip(params, rules, strict=True) if rule is None]
@@ -343,7 +405,9 @@ class _Planner:
                 "what to do: make it with contract_of(model), after every change to the model's parameters."
             )
         return tuple(
-            self._group(group.storage, group.reduce, [(params[index], rules[index]) for index in group.indices])
+            self._group(
+                group.storage, group.reduce, [(params[index], rules[index]) for index in group.indices], expert_parallel
+            )
             for group in group_rules(rule for rule in rules if rule is not None)
         )
 
@@ -365,8 +429,15 @@ class _Planner:
                 units.append(UnitPlan(full_name, "island", reshard_island, True, reached, "float32", groups))
         return units
 
-    def _group(self, storage: torch.dtype, reduce: torch.dtype | None, members: list[tuple[Any, Any]]) -> GroupPlan:
+    def _group(
+        self,
+        storage: torch.dtype,
+        reduce: torch.dtype | None,
+        members: list[tuple[Any, Any]],
+        expert_parallel: int,
+    ) -> GroupPlan:
         params, shard_bytes, gathered, reduced = [], 0, 0, 0
+        shard_size = self._shard_size // expert_parallel
         for param, rule in members:
             if not param.shape:
                 raise ShardingError(
@@ -374,12 +445,12 @@ class _Planner:
                     f"got: shape () for {rule.fqn}\nwhat to do: register it with shape (1,), or as a buffer."
                 )
             trainable = param.requires_grad and id(param) not in self._frozen_ids
-            rows = math.ceil(param.shape[0] / self._shard_size)
+            rows = math.ceil(param.shape[0] // expert_parallel / shard_size)
             padded_shard_numel = rows * math.prod(param.shape[1:])
             shard_bytes += padded_shard_numel * storage.itemsize
-            gathered += padded_shard_numel * self._shard_size * rule.compute.itemsize
+            gathered += padded_shard_numel * shard_size * rule.compute.itemsize
             if trainable and reduce is not None:
-                reduced += padded_shard_numel * self._shard_size * reduce.itemsize
+                reduced += padded_shard_numel * shard_size * reduce.itemsize
             params.append(
                 ParamPlan(rule.fqn, tuple(param.shape), short_dtype(rule.compute), rule.island, trainable, rule.reason)
             )

@@ -244,7 +244,7 @@ def step_moments(
             working_memory=part.forward_peak_bytes,
         )
         if is_block:
-            kept += activations.kept_by_block(block_index, checkpointing=checkpointing)
+            kept += activations.kept_by_block(block_index, checkpointing=bool(checkpointing))
             block_index += 1
         kept_gathered += _stays_gathered(peak)
     if not any(p.unit.role == "head" for p in running):
@@ -309,7 +309,7 @@ def step_moments(
         if unit.role == "head":
             root_gradients = root.unsharded_gradients  # the last norm's, until the root reduces at the very end
         if is_block:
-            kept -= activations.kept_by_block(block_index, checkpointing=checkpointing)
+            kept -= activations.kept_by_block(block_index, checkpointing=bool(checkpointing))
     for peak in (p for p in peaks if p.unit.role == "island"):
         gradients += peak.sharded_gradients
         island_gradients += peak.island_gradients
