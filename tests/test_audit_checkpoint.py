@@ -13,8 +13,8 @@ import pytest
 import torch
 from tiny_checkpoints import (
     edit,
+    nemo_release_checkpoint,
     original_names_checkpoint,
-    release_checkpoint,
     rewrite,
     sparse_flash_checkpoint,
     transformers_checkpoint,
@@ -60,7 +60,7 @@ HEALTHY: dict[str, Callable[[Path], Path]] = {
     "transformers_in_fp32": masters,
     "transformers_tied": tied,
     "transformers_under_original_names": original_names_checkpoint,
-    "release": release_checkpoint,
+    "release": nemo_release_checkpoint,
 }
 
 
@@ -274,7 +274,7 @@ def test_fault_in_the_release_layout_is_caught_and_named(name: str, tmp_path: Pa
     """Quantised tensors and their scales belong together."""
     require_nemo()
     change, bits, expected, cause = RELEASE_FAULTS[name]
-    report = audit_checkpoint(edit(release_checkpoint(tmp_path), change), bits=bits)
+    report = audit_checkpoint(edit(nemo_release_checkpoint(tmp_path), change), bits=bits)
     assert kinds(report) == expected
     assert cause in report.violations[0].cause
 
