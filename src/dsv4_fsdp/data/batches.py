@@ -126,16 +126,25 @@ class RowBatches:
         settings: how rows are dealt.
         seed: orders them.
         pad_id: the token that fills short rows; any token will do.
+        notices: what the user should be told, beside what preparation noticed.
     """
 
     def __init__(
-        self, cache: TokenCache, *, evaluation: TokenCache | None, settings: RowSettings, seed: int, pad_id: int
+        self,
+        cache: TokenCache,
+        *,
+        evaluation: TokenCache | None,
+        settings: RowSettings,
+        seed: int,
+        pad_id: int,
+        notices: tuple[str, ...] = (),
     ) -> None:
         self._cache = cache
         self._evaluation = evaluation
         self._settings = settings
         self._seed = seed
         self._pad_id = pad_id
+        self._notices = notices
 
     @property
     def digest(self) -> str:
@@ -161,7 +170,7 @@ class RowBatches:
 
     @property
     def notices(self) -> tuple[str, ...]:
-        return self._cache.notices
+        return self._notices + self._cache.notices
 
     def check(self, world_size: int) -> None:
         self._settings.accumulation(world_size)

@@ -120,7 +120,6 @@ def read_parquet(path: Path, *, column: str, cache_dir: Path) -> Iterator[Item]:
         DataError: no Parquet file, or no such column.
     """
     import datasets
-    import pyarrow
 
     shown = datasets.is_progress_bar_enabled()
     datasets.disable_progress_bars()
@@ -133,7 +132,9 @@ def read_parquet(path: Path, *, column: str, cache_dir: Path) -> Iterator[Item]:
             raise DataError(f"{path}: has no column {column!r}; it has: {', '.join(names)}")
         for number, row in enumerate(rows.select_columns([column]) if names else rows, 1):
             yield Item(f"{path}, row {number}", row[column])
-    except (pyarrow.ArrowException, datasets.exceptions.DatasetsError) as error:
+    except DataError:
+        raise
+    except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:  # Arrow's errors are ValueErrors
         raise DataError(f"{path}: {str(error).splitlines()[0]}") from None
     finally:
         if shown:

@@ -1,8 +1,8 @@
 """Which sequence comes when, and who takes it: pure functions of (seed, position), without state.
 
-All sequences of a run stand in one endless line: a new permutation for each epoch, one after the other. A step takes the
-next ``global_batch_size`` places of the line, whatever the number of ranks; ranks then share those places. So a run that
-goes on with other ranks at step n sees what the first one would have seen.
+All sequences of a run stand in one endless line: a new permutation for each epoch, one after the other. A step takes
+the next ``global_batch_size`` places of the line, whatever the number of ranks; ranks then share those places. So a run
+that goes on with other ranks at step n sees what the first one would have seen.
 
 **Permutation.** A Feistel network over a x b >= n cells, whose round function is a keyed hash (BLAKE2b, the same on
 every machine and with every library version); results outside of the n sequences are sent through again, which ends

@@ -1,8 +1,8 @@
 """The ``data`` section of a run: what is read, how it becomes rows, and how rows become batches.
 
-One of three kinds. ``stdlib`` needs no files at all, ``pretrain`` reads documents, ``sft`` reads conversations. What can
-be judged by the values alone is judged when the section is made; :meth:`RowSettings.problems` looks at the disk and is a
-step of its own, since the settings of an old run must load where its data is not. Nothing here imports torch.
+One of three kinds. ``stdlib`` needs no files at all, ``pretrain`` reads documents, ``sft`` reads conversations. What
+can be judged by the values alone is judged when the section is made; :meth:`RowSettings.problems` looks at the disk and
+is a step of its own, since the settings of an old run must load where its data is not. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class PretrainSettings(RowSettings):
     )
     isolate_documents: bool = Field(
         default=False,
-        description="Each row holds (a piece of) one document, so that no document sees another; short rows are padded.",
+        description="A row holds (a piece of) one document, so that no document sees another; short rows are padded.",
     )
 
     @model_validator(mode="after")
@@ -240,7 +240,7 @@ def _accumulation(global_batch_size: int, micro_batch_size: int, world_size: int
     if global_batch_size % at_once:
         micro = f" x micro_batch_size {micro_batch_size}" if micro_batch_size > 1 else ""
         raise DataError(
-            f"data.global_batch_size: {global_batch_size} sequences cannot be dealt evenly to {world_size} ranks{micro}; "
-            f"give a multiple of {at_once}"
+            f"data.global_batch_size: {global_batch_size} sequences cannot be dealt evenly to {world_size} ranks"
+            f"{micro}; give a multiple of {at_once}"
         )
     return global_batch_size // at_once

@@ -8,7 +8,8 @@ A cache is a folder:
 - ``about.json``: what was counted, and the SHA-256 of the above.
 
 It is written under another name beside its own, flushed, and renamed when it is whole, so a killed run leaves nothing
-that could be taken for a cache. Two writers of one cache do no harm: the second finds the name taken and keeps the first.
+that could be taken for a cache. Two writers of one cache do no harm: the second finds the name taken and keeps the
+first. What a killed run leaves is named ``*.partial-*`` and can be removed.
 
 A row of n + 1 tokens is n positions to a model: each but the last is an input, each but the first a label.
 """
