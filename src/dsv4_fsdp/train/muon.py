@@ -134,9 +134,7 @@ def orthogonalized(update: torch.Tensor, *, like: torch.Tensor, steps: int) -> t
     if not any(getattr(placement, "dim", -1) >= like.ndim - 2 for placement in like.placements):
         return _newton_schulz(update, steps)
     mesh = like.device_mesh
-    shards = DTensor.from_local(
-        update, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    shards = DTensor.from_local(update, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
     whole = _newton_schulz(shards.full_tensor(), steps)
     # From replicas to shards: each rank cuts its own part, nothing is sent.
     parts = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)

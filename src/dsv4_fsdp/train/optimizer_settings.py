@@ -1,4 +1,4 @@
-"""What the section ``optimizer`` of a run is told. Nothing here imports torch, so a typing mistake is answered at once."""
+"""What a run's section ``optimizer`` may say. Nothing here imports torch, so a typing mistake is answered at once."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class OptimizerSettings(Section):
     kernel: Literal["auto", "fused", "foreach", "single"] = "auto"
     no_decay: Patterns = ()
     decay_embeddings: bool = True
-    lr_scale: Scales = {}
+    lr_scale: Scales = Field(default_factory=dict)
     muon_momentum: float = Field(default=0.95, ge=0, lt=1)
     muon_ns_steps: int = Field(default=5, gt=0, lt=100)
     clip_grad_norm: float = Field(default=1.0, gt=0)

@@ -26,7 +26,7 @@ expert parallelism live on another mesh than the rest) or with sharded and plain
 **torchao's two** run each parameter's update through ``torch.compile`` (one compilation per shape) on CUDA, eagerly
 elsewhere: a CPU has nothing to win. Their learning rate is a tensor: set it with :func:`set_learning_rate`. A moment
 is quantised in blocks of 256 where every rank's shard is alike (dimension 0 divides evenly), has at least 4,096
-elements and is a multiple of 256; all other moments, and those of fp32 islands and of everything without decay, are
+elements and is a multiple of 256; all other moments, and those of the groups ``no decay`` and ``fp32 islands``, are
 fp32. Stochastic rounding draws from a seed of its own, made of (run's seed, step, group, shard): replicas of a shard
 under HSDP draw the same bits and so stay equal, other random numbers of the run are untouched, and a resumed run draws
 what the uninterrupted one would have.
@@ -39,7 +39,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
@@ -199,14 +198,16 @@ def precision_notes(groups: Sequence[ParameterGroup], settings: OptimizerSetting
     if in_bf16["adamw"] and settings.name in ("adamw", "muon") and settings.beta2 > _BF16_LARGEST_BETA2:
         notes.append(
             f"beta2 is {settings.beta2:g} and {in_bf16['adamw']:,} parameters have moments in bf16: above "
-            f"{_BF16_LARGEST_BETA2:.3f} their second moment grows but never falls. Use a smaller beta2, or fp32 moments."
+            f"{_BF16_LARGEST_BETA2:.3f} their second moment may grow but not fall. Lower beta2, or store in fp32."
         )
     if not numel and settings.name == "adamw_bf16_sr":
         notes.append("no parameter is stored in bf16, so adamw_bf16_sr has nothing to round: it is adamw.")
     return notes
 
 
-def make_optimizer(groups: Sequence[ParameterGroup], settings: OptimizerSettings, *, seed: int) -> torch.optim.Optimizer:
+def make_optimizer(
+    groups: Sequence[ParameterGroup], settings: OptimizerSettings, *, seed: int
+) -> torch.optim.Optimizer:
     """The optimizer that ``settings`` name, over ``groups`` (:func:`parameter_groups`), in their order.
 
     Each of its ``param_groups`` carries the group's ``name`` and ``lr_scale``. States are shards like the parameters,
@@ -226,10 +227,10 @@ def make_optimizer(groups: Sequence[ParameterGroup], settings: OptimizerSettings
         if settings.name == "muon":
             entry["algorithm"] = group.algorithm
         options.append(entry)
-    adam = {"betas": (settings.beta1, settings.beta2), "eps": settings.eps}
+    adam: dict[str, Any] = {"betas": (settings.beta1, settings.beta2), "eps": settings.eps}
     on_cuda = all(param.device.type == "cuda" for group in groups for param in group.params)
     kernel = settings.kernel if settings.kernel != "auto" else ("fused" if on_cuda else "foreach")
-    kernels = {"fused": kernel == "fused", "foreach": kernel == "foreach"}
+    kernels: dict[str, Any] = {"fused": kernel == "fused", "foreach": kernel == "foreach"}
 
     if settings.name == "adamw":
         return torch.optim.AdamW(options, lr=settings.lr, **adam, **kernels)
@@ -241,7 +242,9 @@ def make_optimizer(groups: Sequence[ParameterGroup], settings: OptimizerSettings
             ns_steps=settings.muon_ns_steps,
             adamw={**adam, **kernels},
         )
-    whole_moments = [p for group in groups if not group.weight_decay or group.role == "fp32 islands" for p in group.params]
+    whole_moments = [
+        p for group in groups if not group.weight_decay or group.role == "fp32 islands" for p in group.params
+    ]
     make = _torchao_optimizer(settings.name)
     return make(options, lr=settings.lr, **adam, seed=seed, whole_moments=whole_moments)
 
@@ -276,7 +279,9 @@ def _embedding_ids(model: nn.Module) -> set[int]:
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if isinstance(head, nn.Module):
         found |= {id(param) for param in head.parameters()}
-    return found | {id(p) for name, p in model.named_parameters() if matches_components(canonical_name(name), "lm_head")}
+    return found | {
+        id(p) for name, p in model.named_parameters() if matches_components(canonical_name(name), "lm_head")
+    }
 
 
 def _refuse_silent_patterns(settings: OptimizerSettings, names: list[str]) -> None:
@@ -336,6 +341,8 @@ def _torchao_optimizer(name: str) -> Callable[..., torch.optim.Optimizer]:
 
     class StochasticAdamW(AdamW8bit):  # type: ignore[misc,unused-ignore]
         """See the docstring of the module."""
+
+        param_groups: list[dict[str, Any]]
 
         def __init__(self, params: Any, *, seed: int, whole_moments: Sequence[nn.Parameter], **kwargs: Any) -> None:
             super().__init__(params, block_size=_AO_BLOCK, bf16_stochastic_round=True, **kwargs)
