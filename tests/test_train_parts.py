@@ -75,7 +75,7 @@ def test_the_text_is_the_files_byte_for_byte(text: StdlibText) -> None:
 
 def test_no_standard_library_source_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """A Python that ships compiled files only cannot run the tiny preset."""
-    monkeypatch.setattr("dsv4_fsdp.train.stdlib_text.stdlib_files", list)
+    monkeypatch.setattr("dsv4_fsdp.data.stdlib_text.stdlib_files", list)
     with pytest.raises(Exception, match=r"expected: \.py files with at least 512 bytes"):
         StdlibText(seed=0, sequence_lengths=LENGTHS, batch_tokens=512)
 

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -32,6 +33,7 @@ __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
     "fake_store",
+    "first_index_of_shard",
     "fsdp_state",
     "grouping_hook",
     "has_native_override",
@@ -76,6 +78,16 @@ def _init_module() -> Any:
 def fake_store() -> Any:
     """The store of torch's fake process group, in which collectives return at once: for plans, never for training."""
     return importlib.import_module("torch.testing._internal.distributed.fake_pg").FakeStore()
+
+
+def first_index_of_shard(tensor: DTensor) -> tuple[int, ...]:
+    """Where this rank's part of ``tensor`` begins in the whole tensor: one index for each dim.
+
+    DTensor's own answer to DCP. An empty part begins at the end of its dim.
+    """
+    (chunk,) = tensor.__create_chunk_list__()
+    assert chunk.sizes == tensor.to_local().size(), f"{chunk} is not the part of shape {tensor.to_local().size()}"
+    return tuple(chunk.offsets)
 
 
 def require_grouped_units() -> None:
