@@ -15,11 +15,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from dsv4_fsdp import Dsv4FsdpError
+from dsv4_fsdp.data.stdlib_text import StdlibText
 from dsv4_fsdp.train import loop
 from dsv4_fsdp.train.config import TrainConfig, resolve
 from dsv4_fsdp.train.ranks import Ranks
 from dsv4_fsdp.train.run_folder import RunFolder
-from dsv4_fsdp.train.stdlib_text import StdlibText
 from dsv4_fsdp.train.tiny_model import build_tiny_model
 
 # Batches of 9 x 64 and 1 x 400 tokens: ranks with clearly different token counts. With this seed one rank of two has no

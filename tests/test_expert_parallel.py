@@ -31,8 +31,8 @@ def test_gradients_in_fp32_do_not_depend_on_the_number_of_ranks_that_share_exper
     """EP 1, 2 and 4 on four ranks, with SGD, to the rounding of fp32 sums that are taken in another order."""
     for result in run_ranks(4, ep_lockstep, (4,), expert_parallel, dtype=torch.float32):
         (step,) = result.steps
-        # An expert's product over another number of tokens adds up in another order: a few last bits of fp32 (6e-8 each)
-        # per layer, in logits of size 1. A gradient that is counted twice is off by 1.
+        # An expert's product over another number of tokens adds up in another order: a few last bits of fp32 (6e-8
+        # each) per layer, in logits of size 1. A gradient that is counted twice is off by 1.
         assert step.logit_error < 1e-5
         assert step.grad_error < 2e-5
         assert step.param_error < 1e-6

@@ -209,7 +209,7 @@ if "RANK" in os.environ:
     folder = Path(os.environ["FAULT_FOLDER"])
     (folder / f"pid{os.environ['RANK']}").write_text(str(os.getpid()))
     if os.environ["RANK"] == "1":
-        from dsv4_fsdp.train.stdlib_text import StdlibText
+        from dsv4_fsdp.data.stdlib_text import StdlibText
         batch = StdlibText.batch
         def faulty(self, position):
             if position >= 5:

@@ -19,6 +19,7 @@ from tiny_models import island_buffer_names, island_names
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from dsv4_fsdp.data.stdlib_text import BOS, EOS, VOCAB_SIZE, StdlibText, stdlib_files
 from dsv4_fsdp.train.config import PRESETS, ConfigError, flat_settings, resolve
 from dsv4_fsdp.train.export import ExportError, reload_with_stock, write_checkpoint
 from dsv4_fsdp.train.launch import failure_report
@@ -26,7 +27,6 @@ from dsv4_fsdp.train.loop import learning_rate, make_optimizer
 from dsv4_fsdp.train.progress import Progress, StepMetrics
 from dsv4_fsdp.train.ranks import disagreement
 from dsv4_fsdp.train.run_folder import RunFolder
-from dsv4_fsdp.train.stdlib_text import BOS, EOS, VOCAB_SIZE, StdlibText, stdlib_files
 from dsv4_fsdp.train.tiny_model import build_tiny_model, byte_tokenizer
 from pool import run_ranks
 

@@ -31,7 +31,7 @@ from .checkpoint_layout import CheckpointLayout, ExpectedTensor, Source, layout_
 from .errors import ContractError
 from .safetensors_headers import FileHeader, TensorHeader, read_header, read_tensor_bytes
 
-__all__ = ["audit_checkpoint"]
+__all__ = ["audit_checkpoint", "checkpoint_files", "scale_names"]
 
 _QUANTISED = frozenset({"F8_E4M3", "F8_E5M2", "F4", "I8", "U8"})
 _PACKED = frozenset({"I8", "U8"})  # two FP4 values to a byte
@@ -69,7 +69,7 @@ def audit_checkpoint(path: str | Path, *, bits: bool = False) -> AuditReport:
     Raises:
         ContractError: ``path`` is not there, holds no safetensors file, or its model is not known.
     """
-    folder, paths, index, problems = _files(Path(path))
+    folder, paths, index, problems = checkpoint_files(Path(path))
     layout = layout_of_folder(folder)
     headers = [read_header(file) for file in paths]
     violations = list(problems)
@@ -116,7 +116,7 @@ class _Found:
     tensor: TensorHeader
 
 
-def _files(path: Path) -> tuple[Path, list[Path], dict[str, Any] | None, list[Violation]]:
+def checkpoint_files(path: Path) -> tuple[Path, list[Path], dict[str, Any] | None, list[Violation]]:
     """(folder, files, index, what is wrong with the set of files)."""
     if not path.exists():
         raise ContractError(
@@ -307,9 +307,9 @@ class _Judge:
     def _quantisation(self, name: str, expected: ExpectedTensor, tensor: TensorHeader) -> Iterable[Violation]:
         if not expected.is_floating or tensor.dtype not in _QUANTISED or expected.island_reason is not None:
             return
-        if not any(scale in self.tensors for scale in _scale_names(name)):
+        if not any(scale in self.tensors for scale in scale_names(name)):
             cause = "scales dropped on save or conversion: the stored numbers mean nothing without them"
-            wanted = f"a scale, {_scale_names(name)[0]}"
+            wanted = f"a scale, {scale_names(name)[0]}"
             yield Violation("missing-scale", name, wanted, f"{tensor.dtype} without one", cause)
 
     def _scale(self, name: str, weight: str, scale: TensorHeader) -> Iterable[Violation]:
@@ -352,7 +352,7 @@ def _weight_of_scale(name: str) -> str | None:
     return None
 
 
-def _scale_names(weight: str) -> list[str]:
+def scale_names(weight: str) -> list[str]:
     names = [f"{weight}_scale_inv"]
     return [f"{weight.removesuffix('.weight')}.scale", *names] if weight.endswith(".weight") else names
 

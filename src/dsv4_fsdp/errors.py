@@ -2,6 +2,7 @@
 
     Dsv4FsdpError
     ├── ContractError    which tensors must be fp32, and whether they still are (also a ValueError)
+    ├── CheckpointError  a checkpoint that cannot be read as the model it should be (also a ValueError)
     ├── ShardingError    a unit that cannot be built or would compute something else (also a ValueError)
     ├── UnsupportedTorch the installed torch lacks what the engine stands on (also a RuntimeError)
     └── UnsupportedLibrary (in integrations) a library whose internals are not those that a patch knows (likewise)
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["ContractError", "Dsv4FsdpError", "ShardingError", "UnsupportedTorch"]
+__all__ = ["CheckpointError", "ContractError", "Dsv4FsdpError", "ShardingError", "UnsupportedTorch"]
 
 
 class Dsv4FsdpError(Exception):
@@ -23,6 +24,10 @@ class Dsv4FsdpError(Exception):
 
 class ContractError(Dsv4FsdpError, ValueError):
     """The fp32 contract is broken, empty, or contradicts itself."""
+
+
+class CheckpointError(Dsv4FsdpError, ValueError):
+    """A checkpoint is damaged, incomplete, or another model's."""
 
 
 class ShardingError(Dsv4FsdpError, ValueError):

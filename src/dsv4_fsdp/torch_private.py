@@ -37,6 +37,7 @@ __all__ = [
     "fsdp_state",
     "grouping_hook",
     "has_native_override",
+    "local_chunk",
     "managed_parameters",
     "owners_of",
     "parameter_groups",
@@ -167,6 +168,19 @@ def owners_of(fsdp_param: Any) -> list[tuple[nn.Module, str]]:
     """
     info = fsdp_param._module_info
     return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
+
+
+def local_chunk(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where this rank's part of ``tensor`` begins in the whole, and its sizes, per dim; without padding.
+
+    This is what distributed checkpoints go by. A tensor that is sharded twice on a dim (dealt experts under FSDP2) has
+    one contiguous part too.
+    """
+    chunks = tensor.__create_chunk_list__()
+    if not chunks:
+        return (0,) * tensor.ndim, (0,) * tensor.ndim
+    (chunk,) = chunks
+    return tuple(chunk.offsets), tuple(chunk.sizes)
 
 
 def unreduced_gradient(fsdp_param: Any) -> torch.Tensor | None:

@@ -1,227 +1,520 @@
-"""The training loop: what one optimizer step does, all of it, in the order in which it happens.
+"""A training run from its start to its export, in the order in which things happen.
 
-**What.** A DeepSeek-V4 is built on every rank from the same seed, sharded with :func:`dsv4_fsdp.parallelize`, trained
-for ``steps`` steps of AdamW, and exported. Everything before the first step is there to fail early: the ranks compare
-plan, settings and data before they depend on each other, and a dry export is written and reloaded before time is spent.
+**Start.** Everything that can fail early does. The ranks meet; data is prepared; the checkpoint's headers are checked;
+the model is built on the meta device and sharded as planned; the ranks compare plan, settings and data. Only then is a
+weight read. An export is rehearsed and every dtype is observed in one forward and backward
+(:func:`dsv4_fsdp.audit`) before the first step is made.
 
-**One reduction a step.** Ranks hold different numbers of tokens. The loss that counts is the mean over all of them, so
-each rank's *sum* is divided by the global count and multiplied by the number of ranks, which FSDP2's averaging of
-gradients takes out again: the gradient is that of one process on the concatenated batch. The global count takes one
-all-reduce of a small vector between forward and backward, and two more things ride in it:
+**A step.** Ranks hold different numbers of tokens, and the loss that counts is the mean over all of them, whichever
+rank and micro-batch they are in: each micro-batch's *sum* is multiplied by ``ranks / tokens``, which FSDP2's averaging
+takes out again, so the gradient is that of one process on the concatenated batch. One all-reduce a step carries all
+that ranks must know of each other (:class:`~dsv4_fsdp.train.gradients.StepTotals`): gradient norm, loss, whether one is
+not finite, whether somebody wants to stop, which compressors had a window, the routers' counts, and the next step's
+tokens. Every decision is made from the reduced numbers, so no rank ever decides alone.
 
-- for each compressor, whether a rank's sequences were long enough to close a window. Where no rank's was, the gradients
-  are dropped rather than left at zero, as one process would have it (:mod:`dsv4_fsdp.alignment`);
-- whether a rank's loss is not finite. Together with the gradient norm, which is global too, this makes all ranks skip
-  the same step; no rank ever decides alone.
+**A checkpoint** is everything that a step depends on: weights, optimizer, counters, random states. What data a step has
+is a pure function of its number, and so is the learning rate. So a resumed run makes the same steps, bit by bit on the
+same mesh.
 
-**Precision.** Weights are stored in bf16 and the optimizer's moments inherit that, except for the fp32 islands, which
-are fp32 in storage, compute, reduction and moments. At bf16, an update below 2**-9 of a weight is lost: good enough for
-the learning rates of this demonstration, not for fine-tuning at 1e-5.
-
-**Source.** Loss normalisation: the accumulation fix that Transformers and others made in 2024. Schedule: linear warm-up
-and cosine decay, as in most pretraining reports. The rest is FSDP2 as its documentation has it.
-
-**Not supported** here: gradient accumulation, resuming, evaluation, checkpoints to load, meshes with a second axis.
+**Precision.** See :mod:`dsv4_fsdp.train.optimizers` for what bf16 storage costs. Islands are fp32 in storage, compute,
+reduction and moments.
 """
 
 from __future__ import annotations
 
-import math
-import platform
+import hashlib
+import json
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from dsv4_fsdp import __version__
 from dsv4_fsdp.alignment import tie_compressors
-from dsv4_fsdp.errors import Dsv4FsdpError, listing
+from dsv4_fsdp.auditing import audit
+from dsv4_fsdp.checkpoint_loading import CheckpointReader, check_checkpoint
+from dsv4_fsdp.data.batches import NOT_SUPERVISED, Batch, Batches
+from dsv4_fsdp.data.prepare import load_tokenizer, prepare
+from dsv4_fsdp.data.settings import StdlibSettings
+from dsv4_fsdp.errors import Dsv4FsdpError
 from dsv4_fsdp.live_precision import precision_table, read_back
-from dsv4_fsdp.parallelize import parallelize
-from dsv4_fsdp.plan import plan_sharding
+from dsv4_fsdp.materialize import refuse_uninitialized
+from dsv4_fsdp.names import canonical_name
 
-from .config import OptimizerConfig, TrainConfig, flat_settings
+from .build_model import ISLANDS_FILE, ShardedModel, fill, shard_on_meta, source_of
+from .checkpoints import Checkpoints, Contents, SavedCheckpoint
+from .config import TrainConfig, flat_settings, to_yaml
 from .export import dry_export, publish_export
+from .gradients import SkippedSteps, StepTotals, clip_to_norm, loss_scale, refuse_missing_gradients
 from .notices import show_notices
+from .optimizers import groups_table, make_optimizer, parameter_groups, precision_notes, set_learning_rate
 from .progress import Progress, StepMetrics, peak_memory_bytes
 from .ranks import Ranks
+from .router_bias import ROUTER_CLASS_NAMES, RouterBalance
 from .run_folder import RunFolder
-from .stdlib_text import BOS, StdlibText
-from .tiny_model import build_tiny_model, byte_tokenizer
+from .schedule import learning_rate
+from .stopping import StopRequests
+from .tiny_model import byte_tokenizer
+from .trackers import Trackers
 
-__all__ = ["MissingGradients", "learning_rate", "train"]
+__all__ = ["AuditFailed", "loss_sum", "train"]
 
-_SAMPLE_PROMPT = "def "
+# Of the batch on which an export's logits are compared.
+_LONGEST_CHECK_TOKENS = 512
 
 
-class MissingGradients(Dsv4FsdpError, RuntimeError):
-    """Trainable parameters got no gradient in the first step."""
+class AuditFailed(Dsv4FsdpError, RuntimeError):
+    """The live model is not what the contract says."""
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What all parts of a run work with."""
+
+    config: TrainConfig
+    folder: RunFolder
+    ranks: Ranks
+    batches: Batches
+    tokenizer: Any
+
+    def say(self, text: str = "") -> None:
+        if self.ranks.is_first:
+            print(text, flush=True)
 
 
 def train(config: TrainConfig, folder: RunFolder, ranks: Ranks) -> None:
-    """Train as ``config`` says and leave everything in ``folder``. All ranks call it."""
-
-    def say(text: str = "") -> None:
-        if ranks.is_first:
-            print(text, flush=True)
-
+    """Train as ``config`` says, all results in ``folder``; go on if a checkpoint is there. All ranks call it."""
     show_notices(is_first=ranks.is_first)
-    data = StdlibText(
-        seed=config.seed,
-        sequence_lengths=config.data.sequence_lengths,
-        batch_tokens=config.data.batch_tokens,
+    with StopRequests(
+        time_limit_s=config.checkpoint.time_limit_s, stop_file=folder.stop if ranks.is_first else None
+    ) as stop:
+        _train(config, folder, ranks, stop)
+
+
+def _train(config: TrainConfig, folder: RunFolder, ranks: Ranks, stop: StopRequests) -> None:
+    if ranks.is_first:
+        folder.create(config)
+    ranks.wait()
+    run = _prepare(config, folder, ranks)
+    say = run.say
+    checkpoints = Checkpoints(
+        folder.checkpoints, keep=config.checkpoint.keep, asynchronous=config.checkpoint.asynchronous
     )
-    model = build_tiny_model(seed=config.seed)
-    plan = plan_sharding(model, mesh_shape=tuple(ranks.mesh.shape))
-    ranks.agree({"sharding plan": plan.hash, "training text": data.digest, **flat_settings(config)})
-
-    num_parameters = sum(param.numel() for param in model.parameters())
-    size = "1 rank" if ranks.world_size == 1 else f"{ranks.world_size} ranks"
-    say(f"dsv4-fsdp {__version__}, torch {torch.__version__}: {size} on {ranks.device.type}")
-    say(f"run    {folder.path}")
-    say(f"model  {type(model).__name__}, {num_parameters:,} parameters")
-    say(f"data   {len(data.tokens):,} bytes of Python {platform.python_version()}'s library, {data.num_files} files")
-    say(f"plan   {len(plan.units)} units, the same on all ranks: {plan.hash[:16]}")
-
-    model.to(ranks.device)
-    plan = parallelize(model, ranks.mesh)
+    latest = checkpoints.latest()
+    sharded = _build(run, latest)
+    model = sharded.model
     alignment = tie_compressors(model)  # the ties that parallelize() made
+
+    islands = {p.fqn for unit in sharded.plan.units for group in unit.groups for p in group.params if p.island}
+    groups = parameter_groups(model, config.optimizer, islands=islands)
+    optimizer = make_optimizer(groups, config.optimizer, seed=config.seed)
+    say(groups_table(groups))
+    for note in precision_notes(groups, config.optimizer):
+        say(f"note   {note}")
+
+    state: dict[str, Any] = {"step": 0, "skipped_steps": 0, "tokens": 0, "data": run.batches.digest}
+    if latest is not None:
+        state = _resume(run, checkpoints, latest, sharded, optimizer)
+    if ranks.is_first:
+        folder.keep_metrics(state["step"])
+    dry_export(model, folder, ranks, tokenizer=run.tokenizer)
+    contents = Contents(
+        config_text=to_yaml(config),
+        write_model_files=lambda target: _write_model_files(sharded, run.tokenizer, target),
+        mesh=ranks.axes,
+        plan_hash=sharded.plan.hash,
+        source=str(source) if (source := source_of(config.model)) is not None else None,
+    )
+    _audit(run, sharded)
+
+    trainable = [param for group in groups for param in group.params]
+    balance = _balance(model, config)
+    totals = StepTotals(
+        trainable,
+        num_windows=len(alignment.compressor_fqns),
+        expert_counts_shape=(0,) if balance is None else tuple(balance.counts().shape),
+    )
+    skipped = SkippedSteps(max_in_a_row=config.optimizer.max_skipped_steps, total=state["skipped_steps"])
+    batches = run.batches
+    losses: list[float] = []
+    short_steps = 0
+    first_step = state["step"]
+    reason = None
+    with ExitStack() as stack:
+        recorders: list[Progress | Trackers] = []
+        if ranks.is_first:
+            progress = Progress(steps=config.steps, metrics=folder.metrics, done=first_step)
+            trackers = Trackers(config, tensorboard=folder.tensorboard, name=folder.path.name)
+            recorders = [stack.enter_context(progress), stack.enter_context(trackers)]
+        mine = batches.micro_batches(first_step, rank=ranks.rank, world_size=ranks.world_size)
+        totals.first_tokens(sum(batch.num_supervised for batch in mine))
+        started = time.perf_counter()
+        for step in range(first_step, config.steps):
+            clock = _Clock()
+            lr = learning_rate(step, steps=config.steps, settings=config.optimizer)
+            set_learning_rate(optimizer, lr)
+            scale = loss_scale(totals.num_tokens, ranks.world_size)
+            total_loss = torch.zeros((), dtype=torch.float64, device=ranks.device)
+            for batch in mine:
+                batch = batch.to(ranks.device)
+                if balance is not None:
+                    balance.use_mask(_mask(batch))
+                loss = loss_sum(model, batch)
+                (loss * scale).backward()
+                total_loss += loss.detach()
+            clock.lap("compute_s")
+
+            is_last = step + 1 == config.steps
+            if not is_last:
+                mine = batches.micro_batches(step + 1, rank=ranks.rank, world_size=ranks.world_size)
+            clock.lap("data_s")
+            total = totals.reduce(
+                loss_sum=total_loss,
+                next_tokens=0 if is_last else sum(batch.num_supervised for batch in mine),
+                window_flags=alignment.window_flags(ranks.device),
+                stop=stop.requested(),
+                expert_counts=None if balance is None else balance.counts(),
+            )
+            clock.lap("reduce_s")
+
+            if step == first_step:
+                refuse_missing_gradients(model, allow=config.optimizer.allow_missing_gradients)
+            alignment.drop_untouched(total.window_flags)
+            may_step = skipped.may_step(step + 1, total)
+            if may_step:
+                clip_to_norm(trainable, total.grad_norm, config.optimizer.clip_grad_norm)
+                optimizer.step()
+            load = (
+                None if balance is None or not total.num_tokens else balance.update(total.expert_counts, move=may_step)
+            )
+            optimizer.zero_grad()
+            clock.lap("optimizer_s")
+
+            eval_loss = None
+            if config.evaluation.every and ((step + 1) % config.evaluation.every == 0 or is_last):
+                eval_loss = _evaluate(run, model)
+            state |= {"step": step + 1, "skipped_steps": skipped.total, "tokens": state["tokens"] + total.num_tokens}
+            clock.restart()
+            stops = total.stop_ranks > 0
+            every = config.checkpoint.every
+            if stops or (every and ((step + 1) % every == 0 or is_last)):
+                checkpoints.save(step + 1, model, optimizer, train=state, contents=contents)
+            clock.lap("checkpoint_s")
+
+            windows = total.window_flags.tolist()
+            ranks_without_window = ranks.world_size - round(min(windows, default=ranks.world_size))
+            short_steps += ranks_without_window > 0
+            losses.append(total.loss)
+            row = StepMetrics(
+                step=step + 1,
+                loss=total.loss,
+                grad_norm=total.grad_norm,
+                lr=lr,
+                tokens=total.num_tokens,
+                tokens_per_s=total.num_tokens / clock.total_s,
+                ranks_without_window=ranks_without_window,
+                skipped_steps=skipped.total,
+                elapsed_s=time.perf_counter() - started,
+                memory_bytes=peak_memory_bytes(ranks.device),
+                eval_loss=eval_loss,
+                expert_load=None if load is None else load.worst,
+                **clock.laps,
+            )
+            for recorder in recorders:
+                recorder.record(row)
+            if stops and not is_last:
+                reason = stop.reason or "another rank"
+                break
+        checkpoints.finish()
+
+    if losses:
+        last = losses[-10:]
+        say(f"\nloss   {losses[0]:.3f} at the first step, {sum(last) / len(last):.3f} over the last {len(last)}")
+        say(
+            f"steps  {len(losses)} in {time.perf_counter() - started:.0f} s, "
+            f"{skipped.total} of them skipped as not finite;"
+        )
+        say(f"       in {short_steps} some rank's sequences were too short for a compressor's window")
+    if reason is not None:
+        say(
+            f"\nstopped after step {state['step']} of {config.steps}: {reason}. To go on, start the same command again."
+        )
+        return
+    if config.checkpoint.export and not folder.export.exists():
+        _export(run, sharded)
+
+
+# --- Start ------------------------------------------------------------------------------------------------------------
+
+
+def _prepare(config: TrainConfig, folder: RunFolder, ranks: Ranks) -> _Run:
+    """Tokenizer and data, ready to train on."""
+    if isinstance(config.data, StdlibSettings):
+        tokenizer = byte_tokenizer()
+    else:
+        tokenizer = load_tokenizer(config.data.tokenizer or config.model.path)
+    cache_dir = getattr(config.data, "cache_dir", None)
+    batches = prepare(
+        config.data,
+        tokenizer=tokenizer,
+        cache_dir=folder.data_cache if cache_dir is None else Path(cache_dir),
+        seed=config.seed,
+        is_maker=ranks.local_rank == 0,
+        wait=ranks.wait,
+    )
+    batches.check(ranks.world_size)
+    return _Run(config, folder, ranks, batches, tokenizer)
+
+
+def _build(run: _Run, latest: SavedCheckpoint | None) -> ShardedModel:
+    """The model, sharded as all ranks agree, and filled unless ``latest`` is to be read into it."""
+    config, folder, ranks, say = run.config, run.folder, run.ranks, run.say
+    source = source_of(config.model) if latest is None else None
+    if source is not None:
+        # Each rank reads the headers for itself: it needs them anyway, and a file that only one cannot see is found.
+        check_checkpoint(source, allow_downcast_islands=config.model.allow_downcast_islands)
+    with nullcontext() if source is None else CheckpointReader(source) as reader:
+        sharded = shard_on_meta(
+            config,
+            ranks.mesh,
+            expert_mesh=ranks.expert_mesh,
+            reader=reader,
+            resumed_from=None if latest is None else latest.path / "model",
+        )
+        model, plan = sharded.model, sharded.plan
+        _refuse_wrong_vocabulary(model, run.batches)
+        ranks.agree(
+            {
+                "sharding plan": plan.hash,
+                "data": run.batches.digest,
+                "versions": f"dsv4-fsdp {__version__}, torch {torch.__version__}",
+                **flat_settings(config),
+            }
+        )
+        num_parameters = sum(param.numel() for param in model.parameters())
+        size = "1 rank" if ranks.world_size == 1 else f"{ranks.world_size} ranks"
+        shape = "" if len(ranks.axes) == 1 else f" ({', '.join(f'{n} {s}' for n, s in ranks.axes.items())})"
+        say(f"dsv4-fsdp {__version__}, torch {torch.__version__}: {size} on {ranks.device.type}{shape}")
+        say(f"run    {folder.path}")
+        kind = type(model).__name__.removeprefix("FSDP")
+        origin = str(source or f"seed {config.seed}") if latest is None else str(latest.path)
+        say(f"model  {kind}, {num_parameters:,} parameters, from {origin}")
+        for line in _describe_data(run.batches):
+            say(f"data   {line}")
+        say(f"plan   {len(plan.units)} units, the same on all ranks: {plan.hash[:16]}")
+        report = fill(sharded, config, ranks.device, reader=reader, later=latest is not None)
+    if report is not None:
+        left = f", {len(report.not_loaded)} left in the files" if report.not_loaded else ""
+        say(f"read   {report.num_tensors} tensors, {report.bytes_read / 2**20:,.1f} MiB on this rank{left}")
+    if latest is None:
+        ranks.agree(_buffer_digests(model))
+
     precision = precision_table(read_back(model, plan))
     say(f"\nPrecision, read back from the live units:\n\n{precision}\n")
     if ranks.is_first:
-        folder.create(config)
         folder.plan.write_text(plan.table() + "\n")
         folder.plan.with_suffix(".json").write_text(plan.to_json() + "\n")
         folder.precision.write_text(precision + "\n")
-    tokenizer = byte_tokenizer()
-    dry_export(model, folder, ranks, tokenizer=tokenizer)
-
-    trainable = [param for param in model.parameters() if param.requires_grad]
-    optimizer = make_optimizer(trainable, config.optimizer)
-    losses: list[float] = []
-    skipped_steps = short_steps = 0
-    started = time.perf_counter()
-    with Progress(steps=config.steps, metrics=folder.metrics) if ranks.is_first else _Silence() as progress:
-        for step in range(config.steps):
-            step_started = time.perf_counter()
-            lr = learning_rate(step, steps=config.steps, optimizer=config.optimizer)
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-
-            tokens = data.batch(step * ranks.world_size + ranks.rank).to(ranks.device)
-            labels = tokens[:, 1:].flatten()
-            logits = model(input_ids=tokens, use_cache=False).logits[:, :-1].flatten(0, 1)
-            loss_sum = F.cross_entropy(logits.float(), labels, reduction="sum")
-
-            # The one reduction: [tokens, loss sum, ranks whose loss is not finite, windows of each compressor].
-            mine = torch.stack([loss_sum.new_tensor(labels.numel()), loss_sum.detach(), ~loss_sum.detach().isfinite()])
-            shared = torch.cat([mine, alignment.window_flags(ranks.device)]).double()
-            dist.all_reduce(shared)
-            (loss_sum * (ranks.world_size / shared[0]).float()).backward()
-
-            num_tokens, global_loss_sum, bad_ranks, *windows = shared.tolist()
-            if step == 0:
-                refuse_missing_gradients(model, ranks)
-            alignment.drop_untouched(shared[3:])
-            norm = torch.nn.utils.clip_grad_norm_(trainable, config.optimizer.clip_grad_norm)
-            grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-            if bad_ranks or not math.isfinite(grad_norm):
-                skipped_steps += 1
-            else:
-                optimizer.step()
-            optimizer.zero_grad()
-
-            ranks_without_window = ranks.world_size - round(min(windows, default=ranks.world_size))
-            short_steps += ranks_without_window > 0
-            losses.append(global_loss_sum / num_tokens)
-            now = time.perf_counter()
-            progress.record(
-                StepMetrics(
-                    step=step + 1,
-                    loss=losses[-1],
-                    grad_norm=grad_norm,
-                    lr=lr,
-                    tokens=round(num_tokens),
-                    tokens_per_s=num_tokens / (now - step_started),
-                    ranks_without_window=ranks_without_window,
-                    skipped_steps=skipped_steps,
-                    elapsed_s=now - started,
-                    memory_bytes=peak_memory_bytes(ranks.device),
-                )
-            )
-
-    last = losses[-10:]
-    say(f"\nloss   {losses[0]:.3f} at the first step, {sum(last) / len(last):.3f} over the last {len(last)}")
-    say(
-        f"steps  {len(losses)} in {time.perf_counter() - started:.0f} s, {skipped_steps} of them skipped as not finite;"
-    )
-    say(f"       in {short_steps} some rank's sequences were too short for a compressor's window")
-    check = torch.cat([torch.tensor([BOS]), data.tokens[: max(config.data.sequence_lengths) - 1].long()])
-    export = publish_export(
-        model,
-        folder,
-        ranks,
-        tokenizer=tokenizer,
-        tokens=check.unsqueeze(0).to(ranks.device),
-        prompt=_SAMPLE_PROMPT,
-        seed=config.seed,
-    )
-    if export is not None:
-        dtypes = ", ".join(f"{count} {dtype.removeprefix('torch.')}" for dtype, count in export.dtypes.items())
-        say(f"export {folder.export}: {sum(export.dtypes.values())} tensors ({dtypes}),")
-        say("       reloaded by stock Transformers in a fresh process: logits equal in every bit")
-        say(f"\nWhat it writes after {_SAMPLE_PROMPT!r}:\n")
-        say("\n".join(f"    {line}" for line in export.sample.splitlines()))
+    return sharded
 
 
-def make_optimizer(trainable: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW that decays matrices only: zero, where decay pulls, is no neutral value for a norm or a scale."""
-    groups = [
-        {"params": [param for param in trainable if param.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [param for param in trainable if param.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), foreach=True)
+def _describe_data(batches: Batches) -> list[str]:
+    lines = []
+    if batches.num_sequences is not None:
+        lines.append(f"{batches.num_sequences:,} sequences, {batches.steps_per_epoch:,} steps to see all of them")
+    if batches.counts is not None:
+        lines.append(str(batches.counts))
+    return [*lines, *batches.notices]
 
 
-def learning_rate(step: int, *, steps: int, optimizer: OptimizerConfig) -> float:
-    """The rate of ``step`` (from 0): up in a line over ``warmup_fraction``, then down a cosine until the last step."""
-    warmup_steps = round(optimizer.warmup_fraction * steps)
-    if step < warmup_steps:
-        return optimizer.lr * (step + 1) / warmup_steps
-    done = (step - warmup_steps) / max(1, steps - 1 - warmup_steps)
-    low = optimizer.final_lr_fraction
-    return optimizer.lr * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * done)))
-
-
-def refuse_missing_gradients(model: nn.Module, ranks: Ranks) -> None:
-    """Raise ``MissingGradients``, on all ranks alike, if a trainable parameter got no gradient on any rank.
-
-    Called after the first backward and before untouched compressors lose their (zero) gradients, so short sequences are
-    no reason. What is listed would never train, and nothing else would tell: its optimizer state is just not there.
-    """
-    mine = [name for name, param in model.named_parameters() if param.requires_grad and param.grad is None]
-    everyone: list[list[str] | None] = [None] * ranks.world_size
-    dist.all_gather_object(everyone, mine)
-    missing = [name for name in mine if all(name in (theirs or []) for theirs in everyone)]
-    if missing:
-        raise MissingGradients(
-            f"after the first step {len(missing)} trainable parameters have no gradient on any rank:\n"
-            f"{listing(missing)}\n"
-            "what to do: connect them to the loss, or freeze them (requires_grad_(False)) before the optimizer is made."
+def _refuse_wrong_vocabulary(model: nn.Module, batches: Batches) -> None:
+    rows = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    if batches.vocab_size > rows:
+        raise Dsv4FsdpError(
+            "the data holds tokens that the model does not know.\n"
+            f"expected: token ids below {rows}, the rows of the embedding\ngot: up to {batches.vocab_size - 1}\n"
+            "what to do: take the tokenizer that belongs to the model (data.tokenizer)."
         )
 
 
-class _Silence:
-    """Stands for the progress on ranks other than 0."""
+def _buffer_digests(model: nn.Module) -> dict[str, str]:
+    """Dtype, shape and SHA-256 of every buffer: ranks whose buffers differ compute different models."""
+    digests = {}
+    for name, buffer in model.named_buffers():
+        values = buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        digest = hashlib.sha256(values.numpy().data).hexdigest()[:16]
+        digests[f"buffer {canonical_name(name)}"] = f"{buffer.dtype} {tuple(buffer.shape)} {digest}"
+    return digests
 
-    def __enter__(self) -> _Silence:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        return None
+def _resume(
+    run: _Run,
+    checkpoints: Checkpoints,
+    latest: SavedCheckpoint,
+    sharded: ShardedModel,
+    optimizer: torch.optim.Optimizer,
+) -> dict[str, Any]:
+    """Read ``latest`` into the model and its optimizer; the run's counters.
 
-    def record(self, row: StepMetrics) -> None:
-        """Show nothing."""
+    Raises:
+        CheckpointError: it is of another model or optimizer.
+        Dsv4FsdpError: it was trained on other data.
+    """
+    state = checkpoints.load(latest, sharded.model, optimizer, seed=run.config.seed)
+    refuse_uninitialized(sharded.model)
+    run.ranks.agree(_buffer_digests(sharded.model))
+    if state["data"] != run.batches.digest:
+        raise Dsv4FsdpError(
+            "the run cannot be continued on other data, or on the same in another order.\n"
+            f"expected: data with digest {state['data'][:16]}\ngot: {run.batches.digest[:16]}\n"
+            f"where: {latest.path}\nwhat to do: give the data and the global batch of the run, or a new --run-dir."
+        )
+    run.say(f"resume {latest.path}: step {latest.step} of {run.config.steps}")
+    return state
+
+
+def _balance(model: nn.Module, config: TrainConfig) -> RouterBalance | None:
+    """Counts what the routers choose, and moves their biases if asked to; ``None`` without top-k routers."""
+    has_routers = any(cls.__name__ in ROUTER_CLASS_NAMES for m in model.modules() for cls in type(m).__mro__)
+    return RouterBalance(model, rate=config.router_bias_rate) if has_routers else None
+
+
+def _audit(run: _Run, sharded: ShardedModel) -> None:
+    """Observe every dtype in one forward and backward, which leaves nothing behind; keep the report with the run.
+
+    Raises:
+        AuditFailed: on all ranks alike, if something is not as the contract says and the run is to stop then.
+    """
+    mode = run.config.logging.audit
+    if mode == "off":
+        return
+    model = sharded.model
+    batch = run.batches.micro_batches(0, rank=run.ranks.rank, world_size=run.ranks.world_size)[0].to(run.ranks.device)
+    report = audit(model, plan=sharded.plan, fp32_params=sharded.islands)
+    if report.ok:
+        with _random_state_kept(run.ranks.device):
+            report = audit(
+                model, plan=sharded.plan, fp32_params=sharded.islands, step=lambda: loss_sum(model, batch).backward()
+            )
+        for param in model.parameters():
+            param.grad = None
+        tie_compressors(model).reset()
+    if run.ranks.is_first:
+        run.folder.audit.write_text(report.to_json() + "\n")
+        run.folder.audit.with_suffix(".txt").write_text(report.table() + "\n")
+    run.say(f"audit  {report.table().splitlines()[0]}")
+    if not report.ok:
+        lines = [f"{v.name}: expected {v.expected}, got {v.found}; {v.cause}" for v in report.violations[:8]]
+        text = "\n".join(lines)
+        if mode == "stop":
+            raise AuditFailed(
+                f"the live model breaks its fp32 contract in {len(report.violations)} places:\n{text}\n"
+                f"where: {run.folder.audit}\n"
+                "what to do: mend the cause, or train all the same with --logging.audit warn."
+            )
+        run.say(text)
+
+
+@contextmanager
+def _random_state_kept(device: torch.device) -> Iterator[None]:
+    """Random numbers drawn inside (dropout) are drawn again outside."""
+    with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type=device.type):
+        yield
+
+
+# --- Steps ------------------------------------------------------------------------------------------------------------
+
+
+def loss_sum(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """The sum of token losses of one batch in fp32, a scalar; zero, with a graph, if nothing in it is supervised."""
+    logits = model(input_ids=batch.input_ids, use_cache=False).logits
+    return F.cross_entropy(
+        logits.flatten(0, 1).float(), batch.labels.flatten(), ignore_index=NOT_SUPERVISED, reduction="sum"
+    )
+
+
+def _mask(batch: Batch) -> torch.Tensor:
+    """1 for real tokens, 0 for padding: int64, shape ``(rows, length)``."""
+    positions = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)
+    return (positions < batch.lengths.to(positions.device)[:, None]).long()
+
+
+@torch.no_grad()
+def _evaluate(run: _Run, model: nn.Module) -> float:
+    """Mean loss over the evaluation's tokens of all ranks, each of which runs the same number of batches."""
+    totals = torch.zeros(2, dtype=torch.float64, device=run.ranks.device)
+    model.eval()
+    for batch in run.batches.eval_batches(run.ranks.rank, run.ranks.world_size):
+        on_device = batch.to(run.ranks.device)
+        totals[0] += loss_sum(model, on_device)
+        totals[1] += batch.num_supervised
+    model.train()
+    dist.all_reduce(totals)
+    return float(totals[0] / totals[1])
+
+
+class _Clock:
+    """Times the parts of a step, in seconds of the host."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._started = self._last = time.perf_counter()
+
+    def restart(self) -> None:
+        """Leave out what happened since the last lap."""
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        """What passed since the last lap was ``name``."""
+        now = time.perf_counter()
+        self.laps[name] = now - self._last
+        self._last = now
+
+    @property
+    def total_s(self) -> float:
+        """Of all laps but saving, which is no part of the speed of training."""
+        return sum(value for name, value in self.laps.items() if name != "checkpoint_s")
+
+
+# --- What is left -----------------------------------------------------------------------------------------------------
+
+
+def _write_model_files(sharded: ShardedModel, tokenizer: Any, target: Path) -> None:
+    """What goes with the weights, so that a checkpoint can be exported without the model that it came from."""
+    config = sharded.model.config
+    config.save_pretrained(target)  # type: ignore[operator, union-attr]
+    generation = getattr(sharded.model, "generation_config", None)
+    if generation is not None:
+        generation.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    if sharded.adapter is not None:
+        sharded.adapter.save_pretrained(target)
+    (target / ISLANDS_FILE).write_text(json.dumps(sharded.islands))
+
+
+def _export(run: _Run, sharded: ShardedModel) -> None:
+    batch = run.batches.micro_batches(0, rank=0, world_size=run.ranks.world_size)[0]
+    tokens = batch.input_ids[:1, : min(int(batch.lengths[0]), _LONGEST_CHECK_TOKENS)]
+    prompt = "def " if isinstance(run.config.data, StdlibSettings) else run.tokenizer.decode(tokens[0, :16])
+    export = publish_export(
+        sharded.model,
+        run.folder,
+        run.ranks,
+        tokenizer=run.tokenizer,
+        tokens=tokens.to(run.ranks.device),
+        prompt=prompt,
+        seed=run.config.seed,
+    )
+    if export is not None:
+        dtypes = ", ".join(f"{count} {dtype.removeprefix('torch.')}" for dtype, count in export.dtypes.items())
+        run.say(f"export {run.folder.export}: {sum(export.dtypes.values())} tensors ({dtypes}),")
+        run.say("       reloaded by stock Transformers in a fresh process: logits equal in every bit")
+        run.say(f"\nWhat it writes after {prompt!r}:\n")
+        run.say("\n".join(f"    {line}" for line in export.sample.splitlines()))

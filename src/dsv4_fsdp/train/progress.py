@@ -23,19 +23,25 @@ _PLAIN_LINES = 20
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One optimizer step, and one line of ``metrics.jsonl``. A loss or norm that is not finite is written as null.
+    """One optimizer step, and one line of ``metrics.jsonl``. A number that is not finite is written as null.
 
     Attributes:
         step: counts from 1.
         loss: mean over the step's ``tokens``, of all ranks, in nats.
         grad_norm: of all ranks' gradients, before clipping.
         lr: the learning rate of the step.
-        tokens: predicted tokens, of all ranks.
+        tokens: supervised tokens, of all ranks.
         tokens_per_s: ``tokens`` by the step's own time.
         ranks_without_window: on how many ranks some compressor closed no window (their sequences were too short).
-        skipped_steps: steps left out so far because a gradient was not finite.
-        elapsed_s: since training began.
+        skipped_steps: steps left out so far because a loss or gradient was not finite.
+        elapsed_s: since training began, or went on after a resume.
         memory_bytes: peak so far on rank 0: of its accelerator, or without one of the process.
+        data_s, compute_s, reduce_s, optimizer_s: where the step's time went on rank 0: making the batches; forward and
+            backward, with the collectives in them; the step's one reduction, which waits for the slowest rank; clipping
+            and optimizer.
+        checkpoint_s: what saving held the step up for; 0 in most.
+        eval_loss: mean over the evaluation's tokens after this step; null in steps without one.
+        expert_load: the busiest expert's tokens over the mean, of the worst top-k router; null without such.
     """
 
     step: int
@@ -48,6 +54,13 @@ class StepMetrics:
     skipped_steps: int
     elapsed_s: float
     memory_bytes: int
+    data_s: float
+    compute_s: float
+    reduce_s: float
+    optimizer_s: float
+    checkpoint_s: float = 0.0
+    eval_loss: float | None = None
+    expert_load: float | None = None
 
     def to_json(self) -> str:
         """One line. JSON has no nan, and readers choke on Python's."""
@@ -68,11 +81,12 @@ class Progress:
 
     Args:
         steps: how many there will be.
-        metrics: the file to write.
+        metrics: the file to write; a resumed run adds to it.
+        done: steps that were made before.
         console: where to show them; by default the terminal, or whatever stdout is.
     """
 
-    def __init__(self, *, steps: int, metrics: Path, console: Console | None = None) -> None:
+    def __init__(self, *, steps: int, metrics: Path, done: int = 0, console: Console | None = None) -> None:
         self._steps = steps
         self._metrics = metrics
         self._console = Console() if console is None else console
@@ -86,11 +100,11 @@ class Progress:
             expand=True,
             disable=not self._console.is_terminal,
         )
-        self._task = self._bar.add_task("", total=steps, digits=len(str(steps)), numbers="")
+        self._task = self._bar.add_task("", total=steps, completed=done, digits=len(str(steps)), numbers="")
 
     def __enter__(self) -> Progress:
         # Line by line, so that a run that is killed has told everything up to then.
-        self._file = self._metrics.open("w", buffering=1)
+        self._file = self._metrics.open("a", buffering=1)
         self._bar.start()
         return self
 
@@ -107,6 +121,8 @@ class Progress:
         print(row.to_json(), file=self._file)
         numbers = f"loss {row.loss:.3f}  grad {row.grad_norm:.2f}  lr {row.lr:.1e}  {row.tokens_per_s:,.0f} tokens/s"
         numbers += f"  {row.memory_bytes / 2**20:,.0f} MiB"
+        if row.eval_loss is not None:
+            numbers += f"  eval {row.eval_loss:.3f}"
         if row.skipped_steps:
             numbers += f"  {row.skipped_steps} skipped"
         self._bar.update(self._task, completed=row.step, numbers=numbers)

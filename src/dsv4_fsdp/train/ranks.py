@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+from torch.distributed.rendezvous import rendezvous
 
 from dsv4_fsdp.errors import Dsv4FsdpError
+from dsv4_fsdp.expert_parallel import make_expert_mesh
 
-__all__ = ["Ranks", "RanksDiffer", "join_ranks"]
+from .config import MeshConfig
 
-# How long a rank may keep the others waiting: longer than the check of an export in a fresh process takes.
-_TIMEOUT = timedelta(minutes=10)
+__all__ = ["Ranks", "RanksDiffer", "RanksMissing", "join_ranks"]
 
 
 class RanksDiffer(Dsv4FsdpError, RuntimeError):
     """The ranks were about to do different things together."""
+
+
+class RanksMissing(Dsv4FsdpError, RuntimeError):
+    """Not all ranks came."""
 
 
 @dataclass(frozen=True)
@@ -31,19 +39,29 @@ class Ranks:
 
     Attributes:
         rank, world_size: as in ``torch.distributed``.
+        local_rank: among the processes of this machine.
         device: this rank's own device.
-        mesh: all ranks, one axis named ``shard``.
+        mesh: all ranks: one axis ``shard``, or ``replicate`` and ``shard``.
+        expert_mesh: the same ranks with an axis ``expert``, or ``None`` without expert parallelism.
     """
 
     rank: int
     world_size: int
+    local_rank: int
     device: torch.device
     mesh: DeviceMesh
+    expert_mesh: DeviceMesh | None
 
     @property
     def is_first(self) -> bool:
         """Whether this rank speaks and writes for all."""
         return self.rank == 0
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Name and size of each axis, for what is written down."""
+        meshes = [self.mesh] + ([] if self.expert_mesh is None else [self.expert_mesh])
+        return {name: mesh[name].size() for mesh in meshes for name in mesh.mesh_dim_names or ()}
 
     def wait(self) -> None:
         """Return once all ranks are here. An all-reduce, so that it goes where gradients go."""
@@ -58,16 +76,22 @@ class Ranks:
 
 
 @contextmanager
-def join_ranks() -> Iterator[Ranks]:
+def join_ranks(config: MeshConfig) -> Iterator[Ranks]:
     """Join the process group that torchrun's environment describes, and leave it whatever happens.
+
+    Everybody is waited for, at most ``start_timeout_s``, before anything else is done; then one all-reduce shows that
+    the ranks reach each other.
 
     An exception is written to torchrun's error file *before* leaving: leaving breaks the other ranks' collectives, and
     whoever reads the files must be able to tell which came first.
+
+    Raises:
+        RanksMissing: some did not come; says which.
     """
     errors = get_error_handler()
     errors.initialize()
     try:
-        yield _join()
+        yield _join(config)
     except Exception as error:
         errors.record_exception(error)
         raise
@@ -76,19 +100,67 @@ def join_ranks() -> Iterator[Ranks]:
             dist.destroy_process_group()
 
 
-def _join() -> Ranks:
+def _join(config: MeshConfig) -> Ranks:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    store, rank, world_size = _meet(config.start_timeout_s)
+    timeout = timedelta(seconds=config.timeout_s)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         device = torch.device("cpu")
-        dist.init_process_group("gloo", timeout=_TIMEOUT)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     else:
         # Written for CUDA and NCCL, but not run yet: no such machine was at hand.
         device = torch.device(accelerator.type, local_rank)
         torch.accelerator.set_device_index(local_rank)
-        dist.init_process_group(timeout=_TIMEOUT, device_id=device)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
-    return Ranks(dist.get_rank(), dist.get_world_size(), device, mesh)
+        dist.init_process_group(store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device)
+    shard = world_size // config.replicate
+    shape, names = ((shard,), ("shard",)) if config.replicate == 1 else ((config.replicate, shard), _HSDP)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    expert_mesh = make_expert_mesh(mesh, config.expert_parallel) if config.expert_parallel > 1 else None
+    ranks = Ranks(rank, world_size, local_rank, device, mesh, expert_mesh)
+    total = torch.ones(1, device=device)
+    dist.all_reduce(total)
+    if int(total.item()) != world_size:
+        raise RanksMissing(f"an all-reduce over {world_size} ranks added up {int(total.item())} of them")
+    return ranks
+
+
+_HSDP = ("replicate", "shard")
+
+
+def _meet(timeout_s: float) -> tuple[Any, int, int]:
+    """The store of torchrun's environment, this rank and how many there are, once all have come to it.
+
+    Raises:
+        RanksMissing: the place cannot be reached, or ranks did not come in time; says which.
+    """
+    where = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+    try:
+        store, rank, world_size = next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
+    except (dist.DistError, ValueError, RuntimeError) as error:
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise RanksMissing(
+            f"the ranks' meeting point {where} cannot be reached.\nexpected: an answer within {timeout_s:g} s\n"
+            f"got: {first}\nwhere: rank {os.environ.get('RANK', '?')} on {os.uname().nodename}\n"
+            "what to do: give every node the same --rdzv-endpoint (or MASTER_ADDR and MASTER_PORT), one that all of "
+            "them reach and whose port is free; on one machine leave them out."
+        ) from error
+    # torchrun starts ranks again with the same store: what a former attempt left must not count.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = PrefixStore(f"dsv4_fsdp/{attempt}", store)
+    store.set(f"here/{rank}", os.uname().nodename)
+    deadline = time.monotonic() + timeout_s
+    missing = list(range(world_size))
+    while missing := [other for other in missing if not store.check([f"here/{other}"])]:
+        if time.monotonic() > deadline:
+            raise RanksMissing(
+                f"{len(missing)} of {world_size} ranks did not come within {timeout_s:g} s.\n"
+                f"expected: all of them at {where}\ngot: nothing from {_ranks(missing)}\n"
+                "what to do: look at what these printed, or why they were not started; a slow start needs a longer "
+                "mesh.start_timeout_s."
+            )
+        time.sleep(0.05)
+    return store, rank, world_size
 
 
 def disagreement(everyone: list[dict[str, str]]) -> str | None:

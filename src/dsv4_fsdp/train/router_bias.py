@@ -66,7 +66,7 @@ class RouterBalance:
 
     Args:
         model: the module whose ``forward`` the trainer calls, sharded or not. Hooks stay until :meth:`remove`.
-        rate: what a bias moves by in a step, in units of the router's scores.
+        rate: what a bias moves by in a step, in units of the router's scores; 0 only counts.
 
     Raises:
         RouterBiasError: no top-k routers, biases that are not fp32, routers of different sizes, or ``rate`` below 0.
@@ -83,11 +83,11 @@ class RouterBalance:
         self._biases = [module.get_buffer(_BIAS) for _, module in routers]
         sizes = {bias.numel() for bias in self._biases}
         dtypes = {str(bias.dtype) for bias in self._biases}
-        if len(sizes) != 1 or dtypes != {"torch.float32"} or not rate > 0:
+        if len(sizes) != 1 or dtypes != {"torch.float32"} or not rate >= 0:
             raise RouterBiasError(
                 "the load of the routers cannot be balanced by their biases.\n"
                 f"expected: {' or '.join(sorted(ROUTER_CLASS_NAMES))} modules with {_BIAS} in float32, one number of "
-                f"experts, and a rate above 0\n"
+                f"experts, and a rate of 0 or more\n"
                 f"got: {len(routers)} routers, dtypes {sorted(dtypes)}, experts {sorted(sizes)}, rate {rate}\n"
                 f"where: a {type(model).__name__}\nwhat to do: leave the bias update out, or load the biases in fp32."
             )

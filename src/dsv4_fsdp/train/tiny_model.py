@@ -5,7 +5,7 @@ attention and heavily compressed attention with top-k routers; hyper-connections
 release's (4 tokens for CSA, 128 for HCA). About 2.2 M parameters.
 
 Storage is what ``from_pretrained(dtype=torch.bfloat16)`` leaves: bf16, with fp32 for what the class lists in
-``_keep_in_fp32_modules_strict``. The vocabulary is bytes (:mod:`dsv4_fsdp.train.stdlib_text`), so the tokenizer that
+``_keep_in_fp32_modules_strict``. The vocabulary is bytes (:mod:`dsv4_fsdp.data.stdlib_text`), so the tokenizer that
 goes with an export is made here too.
 """
 
@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .config import MAX_SEQUENCE_LENGTH
-from .stdlib_text import BOS, EOS, VOCAB_SIZE
+from dsv4_fsdp.data.stdlib_text import BOS, EOS, VOCAB_SIZE
+from dsv4_fsdp.initialization import initialize
+from dsv4_fsdp.materialize import materialize
 
 __all__ = ["build_tiny_model", "byte_tokenizer", "tiny_model_config"]
 
@@ -58,19 +59,17 @@ def tiny_model_config() -> Any:
         # The release's 20 Sinkhorn steps would be half of the time of a model this small.
         hc_sinkhorn_iters=6,
         num_nextn_predict_layers=0,
-        max_position_embeddings=MAX_SEQUENCE_LENGTH,
+        max_position_embeddings=1024,
     )
 
 
 def build_tiny_model(*, seed: int) -> nn.Module:
-    """The model on the CPU, unsharded, in training mode: the same weights for the same seed, on every rank.
-
-    Leaves the global random state alone.
+    """The model on the CPU, unsharded, in training mode: what a run of the preset ``tiny`` starts from, on any number
+    of ranks. Leaves the global random state alone.
     """
     from transformers import AutoModelForCausalLM
 
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             tiny_model_config(),
             dtype=torch.bfloat16,
@@ -79,19 +78,9 @@ def build_tiny_model(*, seed: int) -> nn.Module:
             experts_implementation="eager",
         )
     assert isinstance(model, nn.Module)
-    _fill_hash_routers(model, seed=seed)
+    materialize(model, "cpu")
+    initialize(model, seed=seed)
     return model.train()
-
-
-def _fill_hash_routers(model: nn.Module, *, seed: int) -> None:
-    """Give every token distinct experts. Transformers leaves the tables at zero: expert 0, twice, for every token."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, table in model.named_buffers():
-        if name.endswith(".tid2eid"):
-            num_experts = model.get_submodule(name.rpartition(".")[0]).num_experts
-            assert isinstance(num_experts, int)
-            for row in table:
-                row.copy_(torch.randperm(num_experts, generator=generator)[: len(row)])
 
 
 def byte_tokenizer() -> Any:
