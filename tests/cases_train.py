@@ -11,12 +11,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from dsv4_fsdp import Dsv4FsdpError
 from dsv4_fsdp.data.stdlib_text import StdlibText
-from dsv4_fsdp.train import loop
+from dsv4_fsdp.parallelize import parallelize
+from dsv4_fsdp.train import build_model, loop
 from dsv4_fsdp.train.config import TrainConfig, resolve
 from dsv4_fsdp.train.ranks import Ranks
 from dsv4_fsdp.train.run_folder import RunFolder
@@ -31,7 +31,7 @@ def join_pool() -> Ranks:
     """The pool's own process group as the trainer sees one."""
     world_size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("shard",))
-    return Ranks(dist.get_rank(), world_size, torch.device("cpu"), mesh)
+    return Ranks(dist.get_rank(), world_size, dist.get_rank(), torch.device("cpu"), mesh, None)
 
 
 def make_data(config: TrainConfig) -> StdlibText:
@@ -46,7 +46,7 @@ def make_data(config: TrainConfig) -> StdlibText:
 def steps_only() -> Iterator[None]:
     """Leave out what surrounds the steps: test_train.py runs all of it. Notices would change a shared process."""
     with contextlib.ExitStack() as stack:
-        for name in ("show_notices", "dry_export", "publish_export"):
+        for name in ("show_notices", "dry_export", "publish_export", "_audit"):
             stack.enter_context(mock.patch.object(loop, name, return_value=None))
         yield
 
@@ -70,13 +70,13 @@ def gradients_of_first_step() -> tuple[float, list[int]]:
                 sharded[id(param)] = param.grad.full_tensor()
         raise _Enough
 
-    made: list[nn.Module] = []
+    made: list[Any] = []
 
-    def build(*, seed: int) -> nn.Module:
-        made.append(build_tiny_model(seed=seed))
+    def build(*args: Any, **kwargs: Any) -> Any:
+        made.append(build_model.shard_on_meta(*args, **kwargs))
         return made[-1]
 
-    with steps_only(), mock.patch.object(loop, "build_tiny_model", build):
+    with steps_only(), mock.patch.object(loop, "shard_on_meta", build):
         with mock.patch.object(torch.optim.AdamW, "step", take_gradients), contextlib.suppress(_Enough):
             loop.train(config, RunFolder(Path("run")), ranks)
 
@@ -88,7 +88,7 @@ def gradients_of_first_step() -> tuple[float, list[int]]:
         logits = model(input_ids=batch, use_cache=False).logits[:, :-1].flatten(0, 1).float()
         (F.cross_entropy(logits, batch[:, 1:].flatten(), reduction="sum") / sum(counts)).backward()
     worst = 0.0
-    for (name, reference), param in zip(model.named_parameters(), made[0].parameters(), strict=True):
+    for (name, reference), param in zip(model.named_parameters(), made[0].model.parameters(), strict=True):
         if param.requires_grad:
             assert reference.grad is not None, name
             expected, got = reference.grad.double(), sharded[id(param)].double()
@@ -147,16 +147,14 @@ def one_rank_not_finite(where: str) -> tuple[int, list[bool]]:
 
 
 def lonely_parameter() -> str:
-    """Train a model with a parameter that nothing uses; return the error's text."""
+    """Train a model whose Lightning Indexer was left trainable, which nothing reaches; return the error's text."""
 
-    def build(*, seed: int) -> nn.Module:
-        model = build_tiny_model(seed=seed)
-        model.lonely = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
-        return model
+    def with_trainable_indexer(*args: Any, **kwargs: Any) -> Any:
+        return parallelize(*args, **kwargs, freeze_indexer=False)
 
     ranks = join_pool()
     config = resolve({"nproc": str(ranks.world_size), "steps": "2"})
-    with steps_only(), mock.patch.object(loop, "build_tiny_model", build):
+    with steps_only(), mock.patch.object(build_model, "parallelize", with_trainable_indexer):
         try:
             loop.train(config, RunFolder(Path("run")), ranks)
         except Dsv4FsdpError as error:

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from dsv4_fsdp import __version__, plan_sharding
 from dsv4_fsdp.cli import app
-from dsv4_fsdp.train.config import TrainConfig
+from dsv4_fsdp.train.config import from_yaml
 from dsv4_fsdp.train.tiny_model import build_tiny_model
 
 STEPS = 8
@@ -68,7 +68,17 @@ def metrics(run: Run) -> list[dict[str, float]]:
 def test_a_run_leaves_everything_in_its_folder_and_nothing_else(run: Run) -> None:
     """No temporary file is left over."""
     names = {path.name for path in run.folder.iterdir()}
-    assert names == {"config.json", "export", "metrics.jsonl", "plan.json", "plan.txt", "precision.txt"}
+    assert names == {
+        "audit.json",
+        "audit.txt",
+        "checkpoints",
+        "config.yaml",
+        "export",
+        "metrics.jsonl",
+        "plan.json",
+        "plan.txt",
+        "precision.txt",
+    }
 
 
 def test_every_step_has_a_metrics_line_with_all_fields(metrics: list[dict[str, float]]) -> None:
@@ -86,6 +96,13 @@ def test_every_step_has_a_metrics_line_with_all_fields(metrics: list[dict[str, f
             "skipped_steps",
             "elapsed_s",
             "memory_bytes",
+            "data_s",
+            "compute_s",
+            "reduce_s",
+            "optimizer_s",
+            "checkpoint_s",
+            "eval_loss",
+            "expert_load",
         ]
         assert 0 < row["loss"] < 6
         assert row["grad_norm"] > 0
@@ -93,6 +110,8 @@ def test_every_step_has_a_metrics_line_with_all_fields(metrics: list[dict[str, f
         assert row["tokens"] in (2 * 567, 567 + 399, 2 * 399)
         assert row["skipped_steps"] == 0
         assert row["memory_bytes"] > 100 * 2**20
+        # 8 experts, 2 for each token: the busiest has between 1 and 4 times the mean.
+        assert 1 <= row["expert_load"] <= 4
     elapsed = [row["elapsed_s"] for row in metrics]
     assert elapsed == sorted(elapsed)
 
@@ -105,7 +124,7 @@ def test_the_loss_falls(metrics: list[dict[str, float]]) -> None:
 
 def test_the_first_loss_is_the_mean_over_all_ranks_tokens(run: Run, metrics: list[dict[str, float]]) -> None:
     """Of the unsharded model, on both ranks' batches; a mean of the two means would be another number."""
-    config = TrainConfig.model_validate_json((run.folder / "config.json").read_text())
+    config = from_yaml((run.folder / "config.yaml").read_text())
     data = make_data(config)
     model = build_tiny_model(seed=config.seed)
     sums, counts = [], []
@@ -124,7 +143,7 @@ def test_the_first_loss_is_the_mean_over_all_ranks_tokens(run: Run, metrics: lis
 
 def test_ranks_with_short_sequences_are_counted(run: Run, metrics: list[dict[str, float]]) -> None:
     """Rows of 64 tokens close no HCA window, rows of 400 do; one rank of two was short, and both were."""
-    config = TrainConfig.model_validate_json((run.folder / "config.json").read_text())
+    config = from_yaml((run.folder / "config.yaml").read_text())
     data = make_data(config)
     short = [sum(data.batch(2 * step + rank).shape[1] < 128 for rank in range(2)) for step in range(STEPS)]
     assert [row["ranks_without_window"] for row in metrics] == short
@@ -193,7 +212,7 @@ def test_under_torchrun_it_starts_no_ranks_and_one_rank_has_the_same_precision(r
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert ": 1 rank on cpu" in done.stdout
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["nproc"] == 1
+    assert from_yaml((tmp_path / "run" / "config.yaml").read_text()).nproc == 1
     assert (tmp_path / "run" / "precision.txt").read_text() == (run.folder / "precision.txt").read_text()
     assert (tmp_path / "run" / "export" / "model.safetensors").exists()
 
@@ -259,7 +278,10 @@ def test_a_rank_that_fails_ends_the_command_within_seconds(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--preset", "tinny"], "preset: 'tinny' is unknown; there is: tiny"),
+        (
+            ["--preset", "tinny"],
+            "preset: 'tinny' is unknown; there is: tiny, flash-sft, flash-lora, flash-pretrain, pro-sft, pro-lora",
+        ),
         (["--steps", "0"], "steps: input should be greater than 0, got 0"),
         (
             ["--steps", "ten"],
@@ -309,7 +331,10 @@ def test_wrong_input_is_one_line_and_writes_nothing(
 def test_a_missing_run_dir_is_one_line() -> None:
     """There is no default: a run is never written where nobody looks for it."""
     result = CliRunner().invoke(app, ["train"])
-    assert (result.exit_code, result.stderr) == (2, "error: --run-dir: missing; give a folder that is new or empty\n")
+    assert (result.exit_code, result.stderr) == (
+        2,
+        "error: --run-dir: missing; give a folder that is new, empty, or of a run to continue\n",
+    )
 
 
 def test_another_nproc_than_torchruns_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

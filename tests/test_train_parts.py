@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import os
 import re
 from pathlib import Path
@@ -20,10 +19,10 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from dsv4_fsdp.data.stdlib_text import BOS, EOS, VOCAB_SIZE, StdlibText, stdlib_files
-from dsv4_fsdp.train.config import PRESETS, ConfigError, flat_settings, resolve
+from dsv4_fsdp.train.config import ConfigError, flat_settings, from_yaml, resolve, to_yaml
 from dsv4_fsdp.train.export import ExportError, reload_with_stock, write_checkpoint
 from dsv4_fsdp.train.launch import failure_report
-from dsv4_fsdp.train.loop import learning_rate, make_optimizer
+from dsv4_fsdp.train.presets import PRESETS
 from dsv4_fsdp.train.progress import Progress, StepMetrics
 from dsv4_fsdp.train.ranks import disagreement
 from dsv4_fsdp.train.run_folder import RunFolder
@@ -137,29 +136,6 @@ def test_the_tokenizer_maps_bytes_to_themselves() -> None:
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, len(tokenizer)) == (BOS, EOS, VOCAB_SIZE)
 
 
-def test_only_matrices_decay(model: nn.Module) -> None:
-    """Norm weights, sinks, biases and scales are in the group without weight decay."""
-    settings = PRESETS["tiny"].optimizer
-    optimizer = make_optimizer(list(model.parameters()), settings)
-    decayed, kept = optimizer.param_groups
-    assert (decayed["weight_decay"], kept["weight_decay"]) == (settings.weight_decay, 0.0)
-    assert {param.ndim for param in kept["params"]} == {1}
-    assert len(decayed["params"]) + len(kept["params"]) == sum(1 for _ in model.parameters())
-
-
-@pytest.mark.parametrize("steps", [1, 2, 10, 100])
-def test_the_schedule_warms_up_and_ends_at_its_final_fraction(steps: int) -> None:
-    """Up to ``lr`` and down to a tenth of it, never above, never zero; sensible for very short runs too."""
-    settings = PRESETS["tiny"].optimizer
-    rates = [learning_rate(step, steps=steps, optimizer=settings) for step in range(steps)]
-    top = rates.index(max(rates))
-    assert all(0 < rate <= settings.lr for rate in rates)
-    assert rates == sorted(rates[:top]) + sorted(rates[top:], reverse=True)
-    if steps >= 10:
-        assert max(rates) == settings.lr
-        assert math.isclose(rates[-1], settings.lr * settings.final_lr_fraction)
-
-
 # --- The loop on two ranks -------------------------------------------------------------------------------------------
 
 
@@ -194,8 +170,8 @@ def test_a_nan_on_one_rank_makes_all_ranks_skip_the_step(in_tmp_path: Path, wher
 def test_a_parameter_that_gets_no_gradient_stops_the_run_after_the_first_step(in_tmp_path: Path) -> None:
     """It would never train, and nothing else would say so. Short sequences, mixed in here, are no reason."""
     for message in run_ranks(2, lonely_parameter):
-        assert message.startswith("MissingGradients: after the first step 1 trainable parameters have no gradient")
-        assert "  - lonely\n" in message
+        assert message.startswith("MissingGradients: after the first step 6 trainable parameters have no gradient")
+        assert "  - model.layers.2.self_attn.compressor.indexer.q_b_proj.weight\n" in message
 
 
 def test_ranks_that_differ_are_named_before_they_depend_on_each_other(in_tmp_path: Path) -> None:
@@ -249,9 +225,11 @@ def test_an_export_with_other_logits_is_refused(model: nn.Module, tmp_path: Path
 
 def test_every_preset_is_valid_as_text_too() -> None:
     """What the command line would type for each setting gives the same configuration."""
-    for preset in PRESETS.values():
-        typed = {name: value.strip("()").rstrip(",") for name, value in flat_settings(preset).items()}
-        assert resolve(typed) == preset
+    missing = {"model.path": "model", "data.path": "data.jsonl"}
+    for name in PRESETS:
+        preset = resolve({"preset": name} | (missing if name != "tiny" else {}))
+        assert resolve(flat_settings(preset)) == preset
+        assert from_yaml(to_yaml(preset)) == preset
 
 
 def test_all_mistakes_are_reported_together() -> None:
@@ -279,6 +257,10 @@ def _row(step: int, **over: Any) -> StepMetrics:
         "skipped_steps": 12,
         "elapsed_s": 1.5 * step,
         "memory_bytes": 12345 * 2**20,
+        "data_s": 0.1,
+        "compute_s": 1.0,
+        "reduce_s": 0.2,
+        "optimizer_s": 0.2,
     }
     return StepMetrics(**(values | over))
 
@@ -359,8 +341,9 @@ def test_the_report_takes_a_killed_rank_for_the_cause(tmp_path: Path) -> None:
 
 def test_a_run_folder_with_anything_in_it_is_left_alone(tmp_path: Path) -> None:
     """A new folder and an empty one are fine, below folders that do not exist yet too."""
-    RunFolder(tmp_path).check()
-    RunFolder(tmp_path / "new" / "deeper").check()
+    config = resolve({})
+    RunFolder(tmp_path).check(config)
+    RunFolder(tmp_path / "new" / "deeper").check(config)
     (tmp_path / "file").touch()
     for path, problem in [
         (tmp_path, "is not empty; give a folder that is new or empty"),
@@ -368,5 +351,28 @@ def test_a_run_folder_with_anything_in_it_is_left_alone(tmp_path: Path) -> None:
         (tmp_path / "file" / "below", "is a file"),
     ]:
         with pytest.raises(ConfigError, match=problem):
-            RunFolder(path).create(PRESETS["tiny"])
+            RunFolder(path).check(config)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_run_is_continued_with_its_own_settings_only(tmp_path: Path) -> None:
+    """What decides what is learned must be the same; how it runs, and for how long, need not."""
+    folder = RunFolder(tmp_path)
+    folder.create(resolve({"steps": "10"}))
+    assert folder.former_config() == resolve({"steps": "10"})
+    folder.check(resolve({"steps": "20", "nproc": "4", "checkpoint.every": "3", "logging.audit": "off"}))
+    with pytest.raises(ConfigError) as caught:
+        folder.check(resolve({"optimizer.lr": "1", "seed": "3"}))
+    assert caught.value.problems == [
+        f"optimizer.lr: the run in {tmp_path} has 0.002, not 1.0",
+        f"seed: the run in {tmp_path} has 0, not 3",
+        "--run-dir: to train with other settings give a folder that is new or empty",
+    ]
+
+
+def test_steps_that_were_lost_leave_no_line(tmp_path: Path) -> None:
+    """A resumed run makes them again; the cut line of a killed run goes as well."""
+    folder = RunFolder(tmp_path)
+    folder.metrics.write_text("".join(_row(step).to_json() + "\n" for step in (1, 2, 3)) + '{"step": 4, "lo')
+    folder.keep_metrics(2)
+    assert [json.loads(line)["step"] for line in folder.metrics.read_text().splitlines()] == [1, 2]

@@ -7,6 +7,7 @@ a typing mistake is answered at once.
 
 from __future__ import annotations
 
+import copy
 import difflib
 from collections.abc import Mapping
 from pathlib import Path
@@ -250,7 +251,7 @@ def resolve(overrides: Mapping[str, str], *, base: Mapping[str, Any] | None = No
     name = overrides.get("preset", values.get("preset", "tiny"))
     if name not in PRESETS:
         raise ConfigError([f"preset: {name!r} is unknown; there is: {', '.join(PRESETS)}"])
-    preset = PRESETS[name]
+    preset = copy.deepcopy(PRESETS[name])
     problems: list[str] = []
     # Another kind of data has other settings: then nothing of the preset's data is kept.
     kind = overrides.get("data.kind", _inner(values, "data").get("kind", preset["data"]["kind"]))
@@ -267,7 +268,7 @@ def resolve(overrides: Mapping[str, str], *, base: Mapping[str, Any] | None = No
         inner = merged
         for section in sections:
             inner = inner.setdefault(section, {})
-        inner[key] = None if text.lower() in ("none", "null") else text
+        inner[key] = None if text in ("None", "null") else text
     try:
         config = TrainConfig.model_validate(merged)
     except ValidationError as error:
@@ -321,7 +322,7 @@ def from_yaml(text: str) -> TrainConfig:
 
 
 def flat_settings(config: TrainConfig) -> dict[str, str]:
-    """Every setting by its dotted name, as text."""
+    """Every setting by its dotted name, as the command line would have it."""
     return _flat(config.model_dump(mode="json"))
 
 
@@ -331,8 +332,14 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         if isinstance(value, dict) and f"{prefix}{key}" not in _MAPPINGS:
             flat |= _flat(value, f"{prefix}{key}.")
         else:
-            flat[f"{prefix}{key}"] = str(value)
+            flat[f"{prefix}{key}"] = _as_text(value)
     return flat
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value))
+    return ",".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
 
 
 _MAPPINGS = frozenset({"optimizer.lr_scale"})

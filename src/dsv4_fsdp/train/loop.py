@@ -99,6 +99,8 @@ def train(config: TrainConfig, folder: RunFolder, ranks: Ranks) -> None:
 
 
 def _train(config: TrainConfig, folder: RunFolder, ranks: Ranks, stop: StopRequests) -> None:
+    versions = f"dsv4-fsdp {__version__}, torch {torch.__version__}"
+    ranks.agree({"versions": versions, **flat_settings(config)})
     if ranks.is_first:
         folder.create(config)
     ranks.wait()
@@ -290,14 +292,7 @@ def _build(run: _Run, latest: SavedCheckpoint | None) -> ShardedModel:
         )
         model, plan = sharded.model, sharded.plan
         _refuse_wrong_vocabulary(model, run.batches)
-        ranks.agree(
-            {
-                "sharding plan": plan.hash,
-                "data": run.batches.digest,
-                "versions": f"dsv4-fsdp {__version__}, torch {torch.__version__}",
-                **flat_settings(config),
-            }
-        )
+        ranks.agree({"sharding plan": plan.hash, "data": run.batches.digest})
         num_parameters = sum(param.numel() for param in model.parameters())
         size = "1 rank" if ranks.world_size == 1 else f"{ranks.world_size} ranks"
         shape = "" if len(ranks.axes) == 1 else f" ({', '.join(f'{n} {s}' for n, s in ranks.axes.items())})"
