@@ -1,4 +1,4 @@
-"""``dsv4-fsdp data preview``."""
+"""``dsv4-fsdp data preview`` and ``data prepare``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from tiny_tokenizer import EOS, deepseek_tokenizer
 from typer.testing import CliRunner, Result
 
 from dsv4_fsdp.commands.data import data_app
+from dsv4_fsdp.data.prepare import load_tokenizer, prepare
+from dsv4_fsdp.train.config import read_config_file, resolve
 
 ROWS = [
     {
@@ -28,10 +30,14 @@ ROWS = [
 ]
 
 
-def preview(*arguments: str | Path) -> Result:
+def run(*arguments: str | Path) -> Result:
     app = typer.Typer()
     app.add_typer(data_app)
-    return CliRunner().invoke(app, ["data", "preview", *map(str, arguments)])
+    return CliRunner().invoke(app, ["data", *map(str, arguments)])
+
+
+def preview(*arguments: str | Path) -> Result:
+    return run("preview", *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +104,31 @@ def test_the_preview_reads_a_runs_configuration(folder: Path) -> None:
     assert (found["counts"]["rows"], found["counts"]["dropped_too_long"]) == (1, 2)
 
 
+def test_what_a_preset_sets_is_known_to_the_preview(folder: Path) -> None:
+    """A file that says no more than what its user knows."""
+    config = folder / "preset.yaml"
+    config.write_text(f"preset: flash-sft\ndata: {{path: {folder}/a.jsonl, tokenizer: {folder}/tokenizer}}")
+    found = json.loads(preview("--config", config, "--json").stdout)
+    assert (found["kind"], found["counts"]["truncated"], found["counts"]["rows"]) == ("sft", 0, 3)
+
+
+def test_data_can_be_prepared_ahead_of_a_run(folder: Path) -> None:
+    """What it writes is what the run would write, so the run finds it."""
+    config = folder / "ahead.yaml"
+    config.write_text(f"preset: flash-sft\nmodel: {{path: {folder}/tokenizer}}\ndata: {{path: {folder}/a.jsonl}}")
+    shown = run("prepare", "--config", config, "--cache-dir", folder / "cache")
+    assert shown.exit_code == 0, shown.output
+    assert shown.stdout.startswith("3 rows of 3 read; 489 tokens, 216 of them (44%) supervised\nnote: the tokenizer")
+    settings = resolve({}, base=read_config_file(config)).data
+    tokenizer = load_tokenizer(folder / "tokenizer")
+    found = prepare(
+        settings, tokenizer=tokenizer, cache_dir=folder / "cache", seed=0, is_maker=False, wait=lambda: None
+    )
+    assert found.num_sequences == 3
+    shown = run("prepare", "--config", config)
+    assert (shown.exit_code, shown.stderr.startswith("error: data.cache_dir: missing; give a folder")) == (2, True)
+
+
 def test_the_preview_reads_no_more_than_its_limit(folder: Path) -> None:
     """And says so."""
     shown = preview(*sft_options(folder), "--limit", "1")
@@ -126,7 +157,7 @@ def test_documents_and_the_standard_library_are_shown_too(folder: Path) -> None:
         (["--sequence-length", "many"], "error: data.sequence_length: input should be a valid integer"),
         (["--template", "chatml"], "error: data: template is 'chatml'; there is deepseek_v4, tokenizer, or the path"),
         (["--kind", "pretrain", "--template", "x.jinja"], "error: data.template: extra inputs are not permitted"),
-        (["--config", "/no/run.yaml"], "error: --config: cannot read '/no/run.yaml'"),
+        (["--config", "/no/run.yaml"], "error: --config: /no/run.yaml cannot be read: No such file"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(folder: Path, change: list[Any], problem: str) -> None:

@@ -1,4 +1,4 @@
-"""``dsv4-fsdp data preview``: what a model will see of the data, before anything is spent on training it."""
+"""``dsv4-fsdp data``: look at what a model will see before anything is spent on it, and prepare it ahead of a run."""
 
 from __future__ import annotations
 
@@ -18,14 +18,9 @@ if TYPE_CHECKING:
     from dsv4_fsdp.data.batches import Batch
     from dsv4_fsdp.data.token_cache import Counts
 
-__all__ = ["data_app", "preview"]
+__all__ = ["data_app", "prepare_ahead", "preview"]
 
-data_app = typer.Typer(name="data", help="Look at training data.", no_args_is_help=True)
-
-
-@data_app.callback()
-def _root() -> None:
-    pass
+data_app = typer.Typer(name="data", help="Look at training data, and prepare it.", no_args_is_help=True)
 
 
 @data_app.command()
@@ -92,6 +87,46 @@ def preview(
         console.print()
         for part in _row(number, row, ends=ends):
             console.print(part)
+
+
+@data_app.command("prepare")
+def prepare_ahead(
+    config: Annotated[Path, typer.Option(metavar="FILE", help="The run's YAML.")],
+    cache_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where prepared tokens are kept; default data.cache_dir.")
+    ] = None,
+) -> None:
+    """Tokenise a run's data into its cache before the run, on one machine without its accelerators."""
+    from dsv4_fsdp.data.errors import DataError
+    from dsv4_fsdp.data.settings import RowSettings
+    from dsv4_fsdp.train.config import ConfigError, read_config_file, resolve
+
+    try:
+        run = resolve({}, base=read_config_file(config))
+        settings = run.data
+        if not isinstance(settings, RowSettings):
+            raise DataError(f"data.kind: {settings.kind} needs no preparation")
+        folder = cache_dir or settings.cache_dir
+        if folder is None:
+            raise DataError("data.cache_dir: missing; give a folder, here (--cache-dir) and to the run")
+        if problems := settings.problems():
+            raise DataError(*problems)
+
+        from dsv4_fsdp.data.prepare import load_tokenizer, prepare
+
+        batches = prepare(
+            settings,
+            tokenizer=load_tokenizer(settings.tokenizer or run.model.path),
+            cache_dir=Path(folder),
+            seed=run.seed,
+            is_maker=True,
+            wait=lambda: None,
+        )
+    except (ConfigError, DataError) as error:
+        _fail(error.problems)
+    print(batches.counts)
+    for notice in batches.notices:
+        print(f"note: {notice}")
 
 
 @dataclass(frozen=True)
@@ -167,18 +202,21 @@ def _look(config: Path | None, given: dict[str, Any], num_rows: int, limit: int)
 
 
 def _read(config: Path) -> tuple[dict[str, Any], str | None]:
-    """The ``data`` section of a YAML file, and the folder of its model if it names one."""
-    import yaml
-
+    """The ``data`` section of a run's YAML file on top of its preset's, and the folder of its model if it names one."""
     from dsv4_fsdp.data.errors import DataError
+    from dsv4_fsdp.train.config import ConfigError, read_config_file
+    from dsv4_fsdp.train.presets import PRESETS
 
     try:
-        document = yaml.safe_load(config.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise DataError(f"--config: cannot read {str(config)!r}: {' '.join(str(error).split())}") from None
-    section = document.get("data") if isinstance(document, dict) else None
+        document = read_config_file(config)
+    except ConfigError as error:
+        raise DataError(*error.problems) from None
+    section = document.get("data")
     if not isinstance(section, dict):
         raise DataError(f"--config: {str(config)!r} has no data section")
+    preset = PRESETS.get(document.get("preset", "tiny"), {}).get("data", {})
+    if section.get("kind", preset.get("kind")) == preset.get("kind"):
+        section = preset | section
     model = document.get("model")
     path = model.get("path") if isinstance(model, dict) else None
     return section, path if isinstance(path, str) else None
