@@ -201,6 +201,10 @@ class RowBatches:
             ]
         return [self._batch(self._cache, rows) for rows in dealt]
 
+    def row(self, row: int) -> Batch:
+        """One row by its number in the order of the files, as it will be trained on."""
+        return self._batch(self._cache, [row])
+
     def eval_batches(self, rank: int, world_size: int) -> list[Batch]:
         if self._evaluation is None:
             return []

@@ -8,17 +8,17 @@
 The first is an answer without reasoning, the second one with it (``reasoning_content``, or a ``<think>...</think>`` at
 the start of ``content``, which is taken apart first). Learned from is what the model would write itself: all that
 follows ``</think>`` or ``<think>`` behind ``<｜Assistant｜>``, the end of the sentence included. Reasoning before the
-last user message is left out, as the release's own encoder does when it builds a prompt, so those turns become answers
+last user message is left out, as it is when the release's own encoder builds a prompt, so those turns become answers
 without reasoning and are learned from as such; ``keep_reasoning`` keeps it, ``train_on: last`` looks at the last turn
 only. *Not verified*, for want of the release's encoder at hand: that V4 differs in nothing from this, the format that
-DeepSeek documents since V3.1 (white space, markers of reasoning effort). Tools are not written: conversations with tool
-calls are refused, and need a template of the user's own.
+DeepSeek documents since V3.1 (white space, markers of reasoning effort). Tools are not written: conversations with
+tool calls are refused, and need a template of the user's own.
 
 **Labels come from rendering**, never from a search in the text. A template that marks what the assistant says with
 ``{% generation %}`` is taken at its word (the built-in one does). Any other is rendered turn by turn: what it makes of
 the messages before a turn, with the generation prompt, must be the beginning of what it makes of the whole
-conversation; what follows until the end of the turn is the assistant's. A template that changes earlier turns once later
-ones follow fails that test and is refused.
+conversation; what follows until the end of the turn is the assistant's. A template that changes earlier turns once
+later ones follow fails that test and is refused.
 
 **Each piece is tokenised by itself**, prompt and answer, so no token lies across a border, and prompts have the tokens
 that they have at inference. No special tokens are added: those that count are in the template.
@@ -126,6 +126,8 @@ class ChatFormat:
             tokens = encode_text(self._tokenizer, piece.text, follows=bool(ids))
             ids += tokens
             supervised += [int(piece.supervised)] * len(tokens)
+        if not ids:
+            raise DataError("the template makes nothing of it")
         bos = self._tokenizer.bos_token_id
         if bos is not None and ids[:2] == [bos, bos]:
             raise DataError(f"the template starts with {self._tokenizer.bos_token} twice")

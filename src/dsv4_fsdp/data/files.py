@@ -74,9 +74,9 @@ def read_json_lines(path: Path) -> Iterator[Item]:
             if not text.strip():
                 continue
             try:
-                value = json.loads(text)
-            except ValueError as error:
-                raise DataError(f"{place}: not JSON: {error}") from None
+                value = json.loads(text.rstrip())
+            except json.JSONDecodeError as error:
+                raise DataError(f"{place}: not JSON: {error.msg} (column {error.colno})") from None
             except RecursionError:
                 raise DataError(f"{place}: nested too deeply") from None
             if not isinstance(value, dict):

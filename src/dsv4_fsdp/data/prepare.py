@@ -1,8 +1,8 @@
 """From settings to batches: tokenise what is not prepared yet, once for a node, and open it on every rank.
 
 A cache is found again by its key: the settings that shape rows, the names, sizes and times of change of the files, and
-the tokenizer. The digest by which ranks are compared is of the tokens themselves, so nodes whose files differ in content
-are told apart, and copies of one file are not.
+the tokenizer. The digest by which ranks are compared is of the tokens themselves, so nodes whose files differ in
+content are told apart, and copies of one file are not.
 """
 
 from __future__ import annotations
@@ -126,10 +126,11 @@ def tokenizer_notices(tokenizer: Any) -> tuple[str, ...]:
     """What a tokenizer asks for and does not get."""
     if tokenizer.padding_side == "right":
         return ()
-    return (
+    notice = (
         "the tokenizer asks for padding on the left; rows are padded on the right all the same, since compressed "
-        "windows start at the left end of a row and would take the padding in",
+        "windows start at the left end of a row and would take the padding in"
     )
+    return (notice,)
 
 
 def _refuse_slow(tokenizer: Any) -> None:

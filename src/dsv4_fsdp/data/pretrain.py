@@ -7,7 +7,8 @@ Each document becomes BOS (if the tokenizer has one), its tokens, EOS. Then, by 
   and counted.
 - *on*: each document is cut by itself, and its last row is short. No row has two documents.
 
-Special tokens are put by position. The text of a document never makes one, even where it has the letters of one.
+Special tokens are put by position. The text of a document makes none, even where it has the letters of one; tokens that
+the tokenizer has added without marking them as special are found in it, as they are at inference.
 """
 
 from __future__ import annotations

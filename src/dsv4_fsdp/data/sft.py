@@ -1,7 +1,7 @@
 """From conversations to rows of tokens, one row for each.
 
-A row is at most ``sequence_length`` positions, which takes one token more: the label of the last. A longer one is cut at
-its end or left out. If cutting took all that it had to teach, it is left out as well: it would only cost time.
+A row is at most ``sequence_length`` positions, which takes one token more: the label of the last. A longer one is cut
+at its end or left out. If cutting took all that it had to teach, it is left out as well: it would only cost time.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def write_conversations(
         raise DataError(
             f"data.path: {settings.path!r} has no conversation in it"
             if not read
-            else f"data.path: none of the {read} conversations in {settings.path!r} is left: {too_long} are longer than "
-            f"sequence_length {settings.sequence_length}, {without_labels} have nothing to learn from within it"
+            else f"data.path: none of the {read} conversations in {settings.path!r} is left: {too_long} are longer "
+            f"than sequence_length {settings.sequence_length}, {without_labels} have nothing to learn from within it"
         )
     counts = Counts(
         read=read,

@@ -63,6 +63,19 @@ class Counts:
     tokens: int = 0
     supervised: int = 0
 
+    def __str__(self) -> str:
+        """One line; what did not happen is not mentioned."""
+        happened = (
+            (self.empty, "without text"),
+            (self.truncated, "truncated"),
+            (self.dropped_too_long, "dropped as too long"),
+            (self.dropped_without_labels, "dropped with nothing left to learn from"),
+            (self.dropped_tokens, "tokens left over at the end"),
+        )
+        parts = [f"{self.rows:,} rows of {self.read:,} read", *(f"{num:,} {what}" for num, what in happened if num)]
+        share = self.supervised / max(1, self.tokens)
+        return f"{', '.join(parts)}; {self.tokens:,} tokens, {self.supervised:,} of them ({share:.0%}) supervised"
+
 
 class CacheWriter:
     """Takes tokens and rows as they come. Made by :meth:`create`."""
