@@ -201,7 +201,7 @@ def test_the_output_is_quiet_and_fits_into_100_columns(run: Run) -> None:
     assert "\r" not in text
     paths = re.compile(re.escape(str(run.folder)))
     assert max(len(paths.sub("runs/tiny", line)) for line in text.splitlines()) <= 100
-    assert text.count("note ") == 1  # the frozen indexer
+    assert text.count("note ") == 2  # the frozen indexer, and what bf16 storage costs
     assert len(re.findall(r"(?m)^step +\d+/8 ", text)) == STEPS
 
 

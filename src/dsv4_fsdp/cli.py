@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Annotated
 
 import typer
 
 from .commands.audit import audit
+from .commands.data import data_app
 from .commands.plan import plan
 from .commands.report import report
 from .commands.train import train
@@ -25,6 +27,10 @@ app = typer.Typer(
 
 def main() -> None:
     """The entry point of the console command."""
+    # torchao is imported by Transformers wherever it is installed, and says then which of its CUDA libraries this
+    # machine cannot load and what torch thinks of its enums.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     app()
 
 
@@ -49,6 +55,7 @@ app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     epilog="Every other setting of config.yaml can be given by its dotted name, such as --optimizer.lr 1e-3.",
 )(train)
+app.add_typer(data_app)
 app.command()(plan)
 app.command()(audit)
 app.command()(report)

@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
+
+from .stopping import TORCHRUN_ARGUMENTS
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["is_rank", "launch", "started_by_launch"]
 
 _STARTED_BY_LAUNCH = "DSV4_FSDP_STARTED_BY_LAUNCH"
+# The last entry of a traceback, if it is one of our errors: "dsv4_fsdp.errors.ContractError: what was found".
+_OUR_ERROR = re.compile(r"(?ms)^dsv4_fsdp\.[\w.]+: (.*)\Z")
 
 
 def is_rank() -> bool:
@@ -45,7 +50,8 @@ def launch(arguments: Sequence[str], *, nproc: int) -> int:
     logging.disable(logging.ERROR)
     os.environ[_STARTED_BY_LAUNCH] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
-    torchrun_arguments = ["--standalone", f"--nproc-per-node={nproc}", "--module", "dsv4_fsdp.cli", *arguments]
+    torchrun_arguments = ["--standalone", f"--nproc-per-node={nproc}", *TORCHRUN_ARGUMENTS]
+    torchrun_arguments += ["--module", "dsv4_fsdp.cli", *arguments]
     try:
         torchrun.run(torchrun.parse_args(torchrun_arguments))
     except ChildFailedError as error:
@@ -55,6 +61,7 @@ def launch(arguments: Sequence[str], *, nproc: int) -> int:
         return exit_code
     except SignalException as error:
         _show_cursor()
+        # The ranks had time to save; whether they did is in what they printed.
         print(f"\nstopped by {signal.Signals(error.sigval).name}", file=sys.stderr)
         return 128 + error.sigval
     return 0
@@ -69,15 +76,25 @@ def failure_report(failures: Mapping[int, ProcessFailure]) -> tuple[str, int]:
         why = " (often the system's answer to a lack of memory)" if name == "SIGKILL" else ""
         lines = [f"rank {first} was killed by {name}{why}"]
     elif traceback := _traceback(failure):
-        lines = [f"rank {first} failed:", "", traceback]
+        # What went wrong on purpose says itself what to do; where in our code it was raised helps nobody.
+        ours = _OUR_ERROR.search(traceback)
+        lines = [f"rank {first}: {ours[1]}"] if ours else [f"rank {first} failed:", "", traceback]
     else:
         lines = [f"rank {first} ended with exit code {failure.exitcode}; what it said is above"]
     lines += [
-        f"rank {rank} failed after that: {(_traceback(failures[rank]) or 'no traceback').splitlines()[-1]}"
+        f"rank {rank} failed after that: {_last_words(failures[rank])}"
         for rank in later
         if failures[rank].exitcode != -signal.SIGTERM  # torchrun ended it
     ]
     return "\n".join(lines), failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+
+
+def _last_words(failure: ProcessFailure) -> str:
+    traceback = _traceback(failure)
+    if traceback is None:
+        return "no traceback"
+    ours = _OUR_ERROR.search(traceback)
+    return (ours[1] if ours else traceback).splitlines()[0 if ours else -1]
 
 
 def _failed_at(failure: ProcessFailure) -> tuple[int, float]:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -65,6 +66,8 @@ from .tiny_model import byte_tokenizer
 from .trackers import Trackers
 
 __all__ = ["AuditFailed", "loss_sum", "train"]
+
+_log = logging.getLogger("dsv4_fsdp")
 
 # Of the batch on which an export's logits are compared.
 _LONGEST_CHECK_TOKENS = 512
@@ -119,7 +122,7 @@ def _train(config: TrainConfig, folder: RunFolder, ranks: Ranks, stop: StopReque
     optimizer = make_optimizer(groups, config.optimizer, seed=config.seed)
     say(groups_table(groups))
     for note in precision_notes(groups, config.optimizer):
-        say(f"note   {note}")
+        _log.warning("%s", note)  # shown as a note, by the first rank
 
     state: dict[str, Any] = {"step": 0, "skipped_steps": 0, "tokens": 0, "data": run.batches.digest}
     if latest is not None:
@@ -269,7 +272,8 @@ def _prepare(config: TrainConfig, folder: RunFolder, ranks: Ranks) -> _Run:
         cache_dir=folder.data_cache if cache_dir is None else Path(cache_dir),
         seed=config.seed,
         is_maker=ranks.local_rank == 0,
-        wait=ranks.wait,
+        # Longer than a collective may take: a large corpus is tokenised here.
+        wait=lambda: ranks.wait_patiently("data"),
     )
     batches.check(ranks.world_size)
     return _Run(config, folder, ranks, batches, tokenizer)

@@ -43,6 +43,7 @@ class Ranks:
         device: this rank's own device.
         mesh: all ranks: one axis ``shard``, or ``replicate`` and ``shard``.
         expert_mesh: the same ranks with an axis ``expert``, or ``None`` without expert parallelism.
+        store: where the ranks met.
     """
 
     rank: int
@@ -51,6 +52,7 @@ class Ranks:
     device: torch.device
     mesh: DeviceMesh
     expert_mesh: DeviceMesh | None
+    store: Any = None
 
     @property
     def is_first(self) -> bool:
@@ -66,6 +68,19 @@ class Ranks:
     def wait(self) -> None:
         """Return once all ranks are here. An all-reduce, so that it goes where gradients go."""
         dist.all_reduce(torch.zeros(1, device=self.device))
+
+    def wait_patiently(self, what: str) -> None:
+        """Return once all ranks are here, however long that takes: for work that only some do, outside of training.
+
+        A rank that fails meanwhile does not come; whoever started the ranks ends the others then.
+        """
+        if self.store is None:
+            self.wait()
+            return
+        self.store.set(f"{what}/{self.rank}", "done")
+        for other in range(self.world_size):
+            while not self.store.check([f"{what}/{other}"]):
+                time.sleep(0.2)
 
     def agree(self, values: Mapping[str, str]) -> None:
         """Raise ``RanksDiffer`` on all ranks alike unless each has the same ``values``; names what and who differs."""
@@ -117,7 +132,7 @@ def _join(config: MeshConfig) -> Ranks:
     shape, names = ((shard,), ("shard",)) if config.replicate == 1 else ((config.replicate, shard), _HSDP)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     expert_mesh = make_expert_mesh(mesh, config.expert_parallel) if config.expert_parallel > 1 else None
-    ranks = Ranks(rank, world_size, local_rank, device, mesh, expert_mesh)
+    ranks = Ranks(rank, world_size, local_rank, device, mesh, expert_mesh, store)
     total = torch.ones(1, device=device)
     dist.all_reduce(total)
     if int(total.item()) != world_size:
