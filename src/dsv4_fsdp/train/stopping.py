@@ -53,8 +53,8 @@ class StopRequests:
     Args:
         time_limit_s: stop when this many seconds have passed since ``started_at``; ``None`` for no limit. The step that
             runs then, and the save, come on top.
-        stop_file: stop when this file is there. It is looked for on every call of :meth:`requested`, so give it to one
-            rank only.
+        stop_file: stop when this file appears; one that is left from an earlier stop is removed on entering. It is
+            looked for on every call of :meth:`requested`, so give it to one rank only.
         started_at: on ``time.monotonic()``'s clock; by default when the process began.
     """
 
@@ -70,6 +70,8 @@ class StopRequests:
         self._former: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopRequests:
+        if self._stop_file is not None:
+            self._stop_file.unlink(missing_ok=True)
         for number in SIGNALS:
             former = signal.signal(number, self._heard)
             # None: a handler that Python did not install, and cannot restore.
