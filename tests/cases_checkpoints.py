@@ -401,11 +401,13 @@ def make_optimizer(kind: str, params: list[nn.Parameter]) -> torch.optim.Optimiz
 
 
 def with_optimizer(kind: str, folder: Path) -> tuple[list[float], list[float]]:
-    """Sums of the bf16 weights in the steps after a save, uninterrupted and resumed."""
+    """Sums of the weights in the steps after a save, uninterrupted and resumed."""
+    # On bf16 DTensors torchao 0.18's 8-bit step fails, compiled or not.
+    dtype = torch.float32 if kind == "adamw8bit" else torch.bfloat16
 
     def start(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(128, 64, bias=False), nn.Linear(64, 128, bias=False)).bfloat16()
+        model = nn.Sequential(nn.Linear(128, 64, bias=False), nn.Linear(64, 128, bias=False)).to(dtype)
         torch_fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
         return model, make_optimizer(kind, list(model.parameters()))
 
@@ -413,8 +415,10 @@ def with_optimizer(kind: str, folder: Path) -> tuple[list[float], list[float]]:
         sums = []
         for step in which:
             generator = torch.Generator().manual_seed(step)
-            model(torch.randn(4, 128, generator=generator).bfloat16()).float().square().sum().backward()
-            optimizer.step()
+            model(torch.randn(4, 128, generator=generator).to(dtype)).float().square().sum().backward()
+            # torchao compiles its step, for 18 s.
+            with torch.compiler.set_stance("force_eager"):
+                optimizer.step()
             optimizer.zero_grad()
             sums += [p.full_tensor().double().square().sum().item() for p in model.parameters()]
         return sums
@@ -428,7 +432,8 @@ def with_optimizer(kind: str, folder: Path) -> tuple[list[float], list[float]]:
     with Checkpoints(folder, keep=1) as checkpoints:
         found = checkpoints.latest()
         assert found is not None
-        checkpoints.load(found, model, optimizer, seed=0)
+        with torch.compiler.set_stance("force_eager"):
+            checkpoints.load(found, model, optimizer, seed=0)
     if kind == "wide":
         assert {(s["count"], s["kind"], s["momentum"].dtype) for s in optimizer.state.values()} == {
             (2, "used", torch.float32)

@@ -213,7 +213,12 @@ class OptimizerState:
         """Whether what was loaded on this rank looks like it: every step count above 0, and some moment not zero."""
         tensors = {name: entry.local for name, entry in self.entries.items() if isinstance(entry, Piece)}
         steps = [tensor for name, tensor in tensors.items() if name.endswith(".step")]
-        moments = [tensor for name, tensor in tensors.items() if not name.endswith(".step")]
+        moments = (
+            # Moments in 8 bits (torchao) can become plain ones, and little else.
+            tensor if type(tensor) is torch.Tensor else tensor.dequantize()
+            for name, tensor in tensors.items()
+            if not name.endswith(".step")
+        )
         return all(bool((step > 0).all()) for step in steps) and any(bool(tensor.any()) for tensor in moments)
 
 
