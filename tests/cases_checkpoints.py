@@ -473,7 +473,7 @@ def no_gradient_so_far(folder: Path) -> tuple[list[str], list[str], list[int], f
 
 
 def before_the_first_step(folder: Path) -> tuple[int, int, int]:
-    """State entries after a save, and after a load, of an optimizer that has not stepped; its step count one step on."""
+    """State entries after a save, and after a load, of an optimizer that has not stepped; its count one step on."""
     model, optimizer = two()
     with Checkpoints(folder, keep=1) as checkpoints:
         checkpoints.save(0, model, optimizer, train={}, contents=contents())
@@ -595,7 +595,7 @@ def failing_saves(folder: Path, *, asynchronous: bool) -> dict[str, Any]:
     with full_disk(on_rank=0):
         found["rank 0"] = save(3)
     found["model files"] = save(4, write_model_files=refuse)
-    with mock.patch("shutil.disk_usage", lambda path: mock.Mock(free=10)):
+    with mock.patch("shutil.disk_usage", return_value=mock.Mock(free=10)):
         found["no space"] = save(5)
     with mock.patch("os.fsync", side_effect=OSError(errno.EIO, os.strerror(errno.EIO))):
         found["no sync"] = save(6)
@@ -607,7 +607,7 @@ def failing_saves(folder: Path, *, asynchronous: bool) -> dict[str, Any]:
 
 
 def saved_in_the_background(folder: Path) -> tuple[bool, list[str], bool]:
-    """Train on while a checkpoint is being written: (was it still being written, names then, are the old weights in it)."""
+    """Train on while a checkpoint is written: (was it still being written, names then, are the old weights in it)."""
     model, optimizer = two()
     train_two(model, optimizer)
     before = [p.full_tensor().clone() for p in model.parameters()]

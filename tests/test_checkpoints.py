@@ -33,17 +33,16 @@ def ranks_of(mesh: tuple[int, ...]) -> int:
 # --- Whole runs -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["", "asynchronous"])
-@pytest.mark.parametrize("mesh", [(1,), (2,), (2, 2)], ids=lambda m: "x".join(map(str, m)))
+@pytest.mark.parametrize(
+    ("mesh", "asynchronous"),
+    [((1,), False), ((2,), True), ((2, 2), False)],
+    ids=["1", "2, in the background", "2x2"],
+)
 def test_a_resumed_run_is_the_uninterrupted_one_in_every_bit(
     mesh: tuple[int, ...], asynchronous: bool, tmp_path: Path
 ) -> None:
     """Losses, weights, moments; with a schedule, accumulation, other data on each rank, and three random generators."""
-    if asynchronous and mesh != (2,):
-        pytest.skip("once is enough")
-    whole = run_ranks(
-        ranks_of(mesh), leg, mesh, tmp_path, range(4), resume=False, save_at=2, asynchronous=asynchronous
-    )
+    whole = run_ranks(ranks_of(mesh), leg, mesh, tmp_path, range(4), resume=False, save_at=2, asynchronous=asynchronous)
     resumed = run_ranks(ranks_of(mesh), leg, mesh, tmp_path, range(2, 4), resume=True, save_at=None)
     for uninterrupted, found in zip(whole, resumed, strict=True):
         assert found.loaded == uninterrupted.saved
@@ -109,19 +108,16 @@ EP_MESHES: list[tuple[int, dict[str, Any]]] = [
     (4, {"fsdp_size": 4, "ep_size": 2}),  # efsdp 2 x ep 2: dim 0 of the experts is cut twice, unevenly
     (4, EP2 | {"dp_replicate_size": 2}),
     (2, {"fsdp_size": 2}),
-    (1, {}),
 ]
 
 
 def test_a_run_moves_between_expert_parallelism_and_anything_else(six_experts: Path, tmp_path: Path) -> None:
-    """EP on 2 ranks, EP x FSDP on 4, EP x HSDP on 4, FSDP on 2, one: every bit arrives, and the losses go on.
+    """EP on 2 ranks, EP x FSDP on 4, EP x HSDP on 4, FSDP on 2: as a run on one rank that was never stopped.
 
-    Forward is bit-equal on all of these meshes, so the first loss is too. After it the gradients' roundings differ by
-    the way they are reduced (one to two bf16 roundings), which AdamW's first steps turn into updates that differ by
-    less than lr; the later losses are therefore compared to a tolerance. Seen: 2e-3 of a loss of 5.
+    Exactly so, as above: all ranks have the same batch, and the owner of an expert adds up 2 or 4 equal gradients.
     """
     first = run_ranks(2, ep_leg, six_experts, tmp_path, range(2), resume=False, save=True, **EP2)
-    whole = run_ranks(1, ep_leg, six_experts, tmp_path / "whole", range(3 + len(EP_MESHES)), resume=False, save=False)
+    whole = run_ranks(1, ep_leg, six_experts, tmp_path / "whole", range(2 + len(EP_MESHES)), resume=False, save=True)
     losses = list(first[0].losses)
     saved = first[0].saved
     for step, (num_ranks, distributed) in enumerate(EP_MESHES, start=2):
@@ -131,8 +127,8 @@ def test_a_run_moves_between_expert_parallelism_and_anything_else(six_experts: P
         assert {result.loaded for result in results} == {saved}, distributed
         losses += results[0].losses
         saved = results[0].saved
-    assert losses[0] == whole[0].losses[0]
-    assert losses == pytest.approx(whole[0].losses[: len(losses)], rel=2e-3)
+    assert losses == whole[0].losses
+    assert saved == whole[0].saved
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,10 @@ save and leave after that step. So it is enough that *one* process of the run he
 
 **Under torchrun**, and under ``dsv4-fsdp train`` which starts its ranks by torchrun's code, whoever sends the signal
 mostly knows torchrun's process only. torchrun passes SIGTERM and SIGINT on to its ranks and gives them
-``--shutdown-timeout`` seconds (30) to leave before it kills them: make it longer than a step and a save take. SIGUSR1 it
-passes on only if told so, and dies of it otherwise, so start it with :data:`TORCHRUN_ARGUMENTS`. Ranks are in sessions
-of their own, so Ctrl-C in a terminal comes to them once, from torchrun.
+``--shutdown-timeout`` seconds (30) to leave before it kills them: make it longer than a step and a save take. SIGUSR1
+it passes on only if told so, and dies of it otherwise, so start it with :data:`TORCHRUN_ARGUMENTS` (torch 2.13 has
+both). It ends with an error then, even if all ranks saved and left in peace. Ranks are in sessions of their own, so
+Ctrl-C in a terminal comes to them once, from torchrun. On several nodes it is enough that one of them hears of it.
 
 **SLURM**::
 
