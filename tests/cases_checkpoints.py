@@ -1,21 +1,16 @@
-"""Runs that save and resume with ``Checkpoints``, and saves that fail; run inside ranks."""
+"""Runs that save and resume with ``Checkpoints``; run inside ranks. What is about folders: cases_checkpoint_folders."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
-import json
 import logging
 import math
-import os
 import random
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -26,7 +21,6 @@ from cases_integrations import load as load_with_transformers
 from cases_optimizer_and_checkpoint import fingerprint
 from cases_parity import mesh_of, whole_model
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -201,6 +195,17 @@ def pieces_of_dispatched_experts(num_experts: int, num_efsdp: int, num_ep: int) 
     return piece.local[:, 0].int().tolist(), piece.offsets[0], piece.offsets[1], str(module.weight.placements)
 
 
+def refused_entries() -> list[str]:
+    """Errors of tensors that no checkpoint can hold."""
+    from torch.distributed.tensor import Partial
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    partial = DTensor.from_local(torch.ones(2), mesh, [Partial()])
+    strided = distribute_tensor(torch.arange(8.0), mesh, [_StridedShard(0, split_factor=2)])
+    return [error_of(lambda: piece_of("w", partial)), error_of(lambda: piece_of("w", strided))]
+
+
 # --- A model of two weights, for everything about folders ------------------------------------------------------------
 
 
@@ -240,71 +245,6 @@ def publish(folder: Path, steps: list[int], *, keep: int = 9) -> None:
         for step in steps:
             train_two(model, optimizer)
             checkpoints.save(step, model, optimizer, train={"step": step}, contents=contents())
-
-
-def leftovers(folder: Path) -> list[str]:
-    """Names in ``folder`` after a start, when a killed run has left something."""
-    publish(folder, [1])
-    if dist.get_rank() == 0:
-        for name in (".tmp-step-00000002", ".removing-step-00000000", ".replaced-step-00000001"):
-            (folder / name / "state").mkdir(parents=True)
-        (folder / "step-00000001").rename(folder / "moved")
-        (folder / ".replaced-step-00000001" / "state").rmdir()
-        (folder / ".replaced-step-00000001").rmdir()
-        (folder / "moved").rename(folder / ".replaced-step-00000001")
-    dist.barrier()
-    Checkpoints(folder, keep=1)
-    return sorted(path.name for path in folder.iterdir())
-
-
-def latest_of(folder: Path) -> tuple[int | None, list[str], str]:
-    """(step of the newest, notes, error) as this rank learns it."""
-    step = None
-    with notes() as said:
-
-        def find() -> None:
-            nonlocal step
-            found = Checkpoints(folder, keep=1).latest()
-            step = None if found is None else found.step
-
-        error = error_of(find)
-    return step, said, error
-
-
-def replace_a_damaged_one(folder: Path) -> tuple[list[str], int]:
-    """Save step 2 where a damaged checkpoint of step 2 lies; names and the newest step then."""
-    publish(folder, [1, 2])
-    if dist.get_rank() == 0:
-        (folder / "step-00000002" / "config.yaml").unlink()
-    dist.barrier()
-    model, optimizer = two()
-    with Checkpoints(folder, keep=9) as checkpoints:
-        first = checkpoints.latest()
-        assert first is not None
-        assert first.step == 1
-        checkpoints.load(first, model, optimizer, seed=0)
-        train_two(model, optimizer)
-        checkpoints.save(2, model, optimizer, train={"step": 2}, contents=contents())
-        newest = checkpoints.latest()
-    assert newest is not None
-    return sorted(path.name for path in folder.iterdir()), newest.step
-
-
-def save_twice(folder: Path) -> tuple[float, float]:
-    """When the checkpoint of one step was written, and after a second save of that step; resumed from it in between."""
-    model, optimizer = two()
-    train_two(model, optimizer)
-    with Checkpoints(folder, keep=1) as checkpoints:
-        checkpoints.save(1, model, optimizer, train={}, contents=contents())
-        before = (folder / "step-00000001").stat().st_mtime_ns
-        checkpoints.save(1, model, optimizer, train={}, contents=contents())
-    model, optimizer = two()
-    with Checkpoints(folder, keep=1) as checkpoints:
-        found = checkpoints.latest()
-        assert found is not None
-        checkpoints.load(found, model, optimizer, seed=0)
-        checkpoints.save(1, model, optimizer, train={}, contents=contents())
-    return before, (folder / "step-00000001").stat().st_mtime_ns
 
 
 # --- What does not fit ------------------------------------------------------------------------------------------------
@@ -382,11 +322,15 @@ class WideMoments(torch.optim.Optimizer):
                 param.add_(state["momentum"].to(param.dtype), alpha=-float(group["lr"]))
 
 
+def make_optimizers(kind: str, params: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    if kind == "muon and adamw":
+        return [torch.optim.Muon(params[:1], lr=0.1), torch.optim.AdamW(params[1:], lr=0.1)]
+    return [make_optimizer(kind, params)]
+
+
 def make_optimizer(kind: str, params: list[nn.Parameter]) -> torch.optim.Optimizer:
     if kind == "wide":
         return WideMoments(params)
-    if kind == "muon":
-        return torch.optim.Muon(params, lr=0.1)
     if kind == "sgd":
         return torch.optim.SGD(params, lr=0.1)
     if kind == "adamw8bit":
@@ -405,40 +349,41 @@ def with_optimizer(kind: str, folder: Path) -> tuple[list[float], list[float]]:
     # On bf16 DTensors torchao 0.18's 8-bit step fails, compiled or not.
     dtype = torch.float32 if kind == "adamw8bit" else torch.bfloat16
 
-    def start(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def start(seed: int) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(128, 64, bias=False), nn.Linear(64, 128, bias=False)).to(dtype)
         torch_fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-        return model, make_optimizer(kind, list(model.parameters()))
+        return model, make_optimizers(kind, list(model.parameters()))
 
-    def steps(model: nn.Module, optimizer: torch.optim.Optimizer, which: range) -> list[float]:
+    def steps(model: nn.Module, optimizers: list[torch.optim.Optimizer], which: range) -> list[float]:
         sums = []
         for step in which:
             generator = torch.Generator().manual_seed(step)
             model(torch.randn(4, 128, generator=generator).to(dtype)).float().square().sum().backward()
             # torchao compiles its step, for 18 s.
             with torch.compiler.set_stance("force_eager"):
-                optimizer.step()
-            optimizer.zero_grad()
+                for optimizer in optimizers:
+                    optimizer.step()
+            model.zero_grad()
             sums += [p.full_tensor().double().square().sum().item() for p in model.parameters()]
         return sums
 
-    model, optimizer = start(0)
-    steps(model, optimizer, range(2))
+    model, optimizers = start(0)
+    steps(model, optimizers, range(2))
     with Checkpoints(folder, keep=1) as checkpoints:
-        checkpoints.save(2, model, optimizer, train={}, contents=contents())
-    expected = steps(model, optimizer, range(2, 4))
-    model, optimizer = start(1)
+        checkpoints.save(2, model, optimizers, train={}, contents=contents())
+    expected = steps(model, optimizers, range(2, 4))
+    model, optimizers = start(1)
     with Checkpoints(folder, keep=1) as checkpoints:
         found = checkpoints.latest()
         assert found is not None
         with torch.compiler.set_stance("force_eager"):
-            checkpoints.load(found, model, optimizer, seed=0)
+            checkpoints.load(found, model, optimizers, seed=0)
     if kind == "wide":
-        assert {(s["count"], s["kind"], s["momentum"].dtype) for s in optimizer.state.values()} == {
+        assert {(s["count"], s["kind"], s["momentum"].dtype) for s in optimizers[0].state.values()} == {
             (2, "used", torch.float32)
         }
-    return expected, steps(model, optimizer, range(2, 4))
+    return expected, steps(model, optimizers, range(2, 4))
 
 
 def no_gradient_so_far(folder: Path) -> tuple[list[str], list[str], list[int], float, float]:
@@ -456,6 +401,8 @@ def no_gradient_so_far(folder: Path) -> tuple[list[str], list[str], list[int], f
 
     model, optimizer = start()
     first_only(model, optimizer)
+    with torch.no_grad():
+        model(torch.ones(2, 4))  # an evaluation leaves the root gathered
     with Checkpoints(folder, keep=1) as checkpoints:
         checkpoints.save(1, model, optimizer, train={}, contents=contents())
     train_two(model, optimizer)
@@ -535,159 +482,3 @@ def read_with_plain_dcp(folder: Path) -> dict[str, tuple[str, list[float]]]:
     }
     dcp.load(found, checkpoint_id=state)
     return {name: (str(t.dtype), t.flatten()[:5].tolist()) for name, t in found.items()}
-
-
-# --- Saves that fail --------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def full_disk(on_rank: int) -> Iterator[None]:
-    """DCP cannot write on one rank: the disk is full after the first bytes."""
-    if dist.get_rank() != on_rank:
-        yield
-        return
-    create_stream = FileSystem.create_stream
-
-    class Full:
-        def __init__(self, stream: Any, path: Any) -> None:
-            self._stream, self._path = stream, path
-
-        def write(self, data: Any) -> int:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._stream, name)
-
-    @contextlib.contextmanager
-    def limited(self: FileSystem, path: Any, mode: str) -> Iterator[Any]:
-        with create_stream(self, path, mode) as stream:
-            yield Full(stream, path) if "w" in mode else stream
-
-    with mock.patch.object(FileSystem, "create_stream", limited):
-        yield
-
-
-def failing_saves(folder: Path, *, asynchronous: bool) -> dict[str, Any]:
-    """Errors of saves that fail on one rank, what is in the folder after each, and the newest step in the end."""
-    model, optimizer = two()
-    found: dict[str, Any] = {}
-    checkpoints = Checkpoints(folder, keep=2, asynchronous=asynchronous)
-
-    def save(step: int, **over: Any) -> str:
-        def call() -> None:
-            train_two(model, optimizer)
-            checkpoints.save(step, model, optimizer, train={"step": step}, contents=contents(**over))
-            checkpoints.finish()
-
-        error = error_of(call)
-        dist.barrier()
-        names = sorted(path.name for path in folder.iterdir())
-        dist.barrier()
-        found[f"names after {step}"] = names
-        return error
-
-    def refuse(folder: Path) -> None:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder / "config.json"))
-
-    found["fine"] = save(1)
-    with full_disk(on_rank=1):
-        found["one rank"] = save(2)
-    with full_disk(on_rank=0):
-        found["rank 0"] = save(3)
-    found["model files"] = save(4, write_model_files=refuse)
-    with mock.patch("shutil.disk_usage", return_value=mock.Mock(free=10)):
-        found["no space"] = save(5)
-    with mock.patch("os.fsync", side_effect=OSError(errno.EIO, os.strerror(errno.EIO))):
-        found["no sync"] = save(6)
-    found["fine again"] = save(7)
-    newest = checkpoints.latest()
-    assert newest is not None
-    found["newest"] = newest.step
-    return found
-
-
-def saved_in_the_background(folder: Path) -> tuple[bool, list[str], bool]:
-    """Train on while a checkpoint is written: (was it still being written, names then, are the old weights in it)."""
-    model, optimizer = two()
-    train_two(model, optimizer)
-    before = [p.full_tensor().clone() for p in model.parameters()]
-    release = threading.Event()
-    contents_that_wait = contents(write_model_files=lambda folder: release.wait())
-    with Checkpoints(folder, keep=1, asynchronous=True) as checkpoints:
-        checkpoints.save(1, model, optimizer, train={}, contents=contents_that_wait)
-        train_two(model, optimizer, steps=2)
-        with torch.no_grad():
-            for buffer in model.buffers():
-                buffer.zero_()
-        names = sorted(path.name for path in folder.iterdir() if path.name.startswith("step"))
-        still_writing = any(thread.name == "checkpoint of step 1" for thread in threading.enumerate())
-        dist.barrier()
-        release.set()
-        found = checkpoints.latest()
-        assert found is not None
-        resumed, resumed_optimizer = two()
-        with torch.no_grad():
-            for buffer in resumed.buffers():
-                buffer.zero_()
-        checkpoints.load(found, resumed, resumed_optimizer, seed=0)
-    same = all(torch.equal(a, b.full_tensor()) for a, b in zip(before, resumed.parameters(), strict=True))
-    same = same and resumed.table.tolist() == [0, 1, 2, 3, 4] and bool((resumed.bias == 1 + 2**-20).all())
-    return still_writing, names, same and int(resumed_optimizer.state[resumed.first.weight]["step"]) == 1
-
-
-def bad_folder(path: Path) -> str:
-    """The error of checkpoints in a folder that cannot be made."""
-    return error_of(lambda: Checkpoints(path, keep=1))
-
-
-def refused_entries() -> list[str]:
-    """Errors of tensors that no checkpoint can hold."""
-    from torch.distributed.tensor import Partial
-    from torch.distributed.tensor.placement_types import _StridedShard
-
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    partial = DTensor.from_local(torch.ones(2), mesh, [Partial()])
-    strided = distribute_tensor(torch.arange(8.0), mesh, [_StridedShard(0, split_factor=2)])
-    return [error_of(lambda: piece_of("w", partial)), error_of(lambda: piece_of("w", strided))]
-
-
-# --- Killed runs ------------------------------------------------------------------------------------------------------
-
-
-def killed_run(rank: int, world_size: int, store: str, folder: str, progress: Any) -> None:
-    """A process of its own: resume, check what was loaded, then save after every step until it is killed.
-
-    The weights say which step they are of, so that a checkpoint of mixed steps is seen. Rank 0 sends each step before
-    it saves it.
-    """
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
-    model = Two(width=64)
-    torch_fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
-    checkpoints = Checkpoints(Path(folder), keep=2)
-    found = checkpoints.latest()
-    step = 0
-    if found is not None:
-        step = checkpoints.load(found, model, optimizer, seed=0)["step"]
-        assert step == found.step
-        for param in model.parameters():
-            assert bool((param.to_local() == step).all()), f"step {step}"
-            assert bool((optimizer.state[param]["momentum_buffer"].to_local() == step).all()), f"step {step}"
-    if rank == 0:
-        progress.send(("loaded", step))
-    while True:
-        step += 1
-        with torch.no_grad():
-            for param in model.parameters():
-                param.fill_(step)
-                optimizer.state[param]["momentum_buffer"] = torch.full_like(param, step)
-        if rank == 0:
-            progress.send(("saving", step))
-        checkpoints.save(step, model, optimizer, train={"step": step}, contents=contents())
-
-
-def manifest_of(path: Path) -> dict[str, Any]:
-    found = json.loads((path / "manifest.json").read_text())
-    assert isinstance(found, dict)
-    return found

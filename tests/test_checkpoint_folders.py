@@ -1,4 +1,4 @@
-"""The folder of checkpoints: what is published is whole, whoever is killed and whatever goes wrong while it is written."""
+"""The folder of checkpoints: what is published is whole, whoever is killed and whatever goes wrong."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from unittest import mock
 
 import pytest
 import torch
-from cases_checkpoints import (
+from cases_checkpoint_folders import (
     bad_folder,
     failing_saves,
     killed_run,
     latest_of,
     leftovers,
     manifest_of,
-    publish,
     replace_a_damaged_one,
     save_twice,
     saved_in_the_background,
 )
+from cases_checkpoints import publish
 
 import pool
 from dsv4_fsdp.train.checkpoints import CheckpointError, latest_checkpoint, read_checkpoint
@@ -199,7 +199,8 @@ def test_all_ranks_are_told_of_the_same_checkpoint(folder: Path) -> None:
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["", "asynchronous"])
 def test_a_save_that_fails_on_one_rank_fails_on_all_and_loses_nothing(tmp_path: Path, asynchronous: bool) -> None:
-    """A full disk in the middle of it or seen before it, no permission, a disk that does not take what it was given."""
+    """A full disk in the middle of it or seen before it, no permission, a disk that does not keep what it is given,
+    a folder that not all ranks share."""
     path = tmp_path / "checkpoints"
     results = run_ranks(2, failing_saves, path, asynchronous=asynchronous, timeout_s=60)
     assert results[0] == results[1]
@@ -216,15 +217,16 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_loses_nothing(tmp_path: 
     assert "Input/output error" in found["no sync"]
     for name in ("one rank", "rank 0", "model files", "no space", "no sync"):
         assert "needed: about 32.0 MiB; free there: " in found[name]
-        full = name in ("one rank", "rank 0", "no space")
-        assert (
-            f"what to do: {'free space, lower checkpoint.keep' if full else 'mend what is said above'}" in found[name]
-        )
+        is_full = name in ("one rank", "rank 0", "no space")
+        mend = "free space, lower checkpoint.keep" if is_full else "mend what is said above"
+        assert f"what to do: {mend}, or put the run folder elsewhere" in found[name]
         assert "earlier checkpoints are as they were" in found[name]
-    for step in range(1, 7):
+    assert "rank 0 does not see what other ranks wrote" in found["not shared"]
+    assert "- __1_0.distcp\nwhat to do: put the run folder on a file system" in found["not shared"]
+    for step in range(1, 8):
         assert found[f"names after {step}"] == ["step-00000001"]
-    assert found["names after 7"] == ["step-00000001", "step-00000007"]
-    assert found["newest"] == 7
+    assert found["names after 8"] == ["step-00000001", "step-00000008"]
+    assert found["newest"] == 8
 
 
 def test_a_folder_that_cannot_be_made_is_an_error_at_the_start(tmp_path: Path) -> None:

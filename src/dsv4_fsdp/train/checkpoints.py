@@ -19,7 +19,8 @@ before anybody goes on, so that all ranks raise a :class:`CheckpointError`, and 
 takes its own gloo group, also beside NCCL: it must not mix with training's collectives, since a checkpoint may be
 written in the background.
 
-Not supported: folders that not all ranks share (rank 0 looks for every rank's files and says so).
+Not supported: folders that not all ranks share (rank 0 looks for every rank's files and says so); two runs in one
+folder at a time; checkpoints of people one does not trust (DCP's format holds pickles).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import logging
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -73,6 +75,8 @@ __all__ = ["CheckpointError", "Checkpoints", "Contents", "SavedCheckpoint", "lat
 _TEMPORARY, _REPLACED, _REMOVING = ".tmp-", ".replaced-", ".removing-"
 # Longer than one rank's disk may keep the others waiting. A rank that dies is noticed at once all the same.
 _TIMEOUT = timedelta(hours=2)
+# A network file system may show a file to other nodes only after a while (NFS caches a folder's names up to a minute).
+_VISIBLE_AFTER_S = 90.0
 # Manifest, configuration, tokenizer, DCP's own metadata.
 _SMALL_FILES_BYTES = 32 * 2**20
 
@@ -249,7 +253,11 @@ class Checkpoints:
 
         def publish() -> None:
             written = {info.relative_path for info in metadata.storage_data.values()}
-            if missing := sorted(name for name in written if not (temporary / "state" / name).exists()):
+            deadline = time.monotonic() + _VISIBLE_AFTER_S
+            while missing := sorted(written - set(os.listdir(temporary / "state"))):
+                if time.monotonic() < deadline:
+                    time.sleep(0.1)
+                    continue
                 raise CheckpointError(
                     f"rank 0 does not see what other ranks wrote into {temporary / 'state'}:\n{listing(missing)}\n"
                     "what to do: put the run folder on a file system that all nodes share."
@@ -284,6 +292,7 @@ class Checkpoints:
     def _remove_leftovers(self) -> None:
         """Of runs that were killed."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        _sync(self.folder.parent)
         for path in self.folder.iterdir():
             if path.name.startswith(_REPLACED) and not (target := path.with_name(path.name[len(_REPLACED) :])).exists():
                 path.rename(target)
