@@ -402,7 +402,8 @@ def no_gradient_so_far(folder: Path) -> tuple[list[str], list[str], list[int], f
     model, optimizer = start()
     first_only(model, optimizer)
     with torch.no_grad():
-        model(torch.ones(2, 4))  # an evaluation leaves the root gathered
+        model(torch.ones(2, 4))
+    assert not isinstance(model.first.weight, DTensor), "an evaluation was to leave the root gathered"
     with Checkpoints(folder, keep=1) as checkpoints:
         checkpoints.save(1, model, optimizer, train={}, contents=contents())
     train_two(model, optimizer)
@@ -441,7 +442,7 @@ def wrapped(how: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     if "peft" in how:
         model = with_peft_model()
     else:
-        model = whole_model("transformers")
+        model = whole_model("transformers", tie_word_embeddings="tied" in how)
     parallelize(model, mesh_of((2,)), activation_checkpointing="recomputed" in how)
     return model, torch.optim.AdamW(trainable_of(model), lr=1e-3, foreach=True)
 

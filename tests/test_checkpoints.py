@@ -186,7 +186,7 @@ def test_a_checkpoint_before_the_first_step_makes_no_optimizer_state(tmp_path: P
 
 @pytest.mark.parametrize(
     ("how", "load_as"),
-    [("recomputed compiled", "as it is"), ("as it is", "recomputed"), ("peft recomputed", "peft")],
+    [("recomputed compiled", "as it is"), ("as it is", "recomputed"), ("peft recomputed", "peft"), ("tied", "tied")],
 )
 def test_names_are_canonical_whatever_wraps_the_model(how: str, load_as: str, tmp_path: Path) -> None:
     """And a model that is wrapped otherwise reads them."""
@@ -196,6 +196,11 @@ def test_names_are_canonical_whatever_wraps_the_model(how: str, load_as: str, tm
         assert [name for name in names if any(word in name for word in words)] == []
         assert "model.model.layers.0.self_attn.q_b_proj.weight" in names
         assert ("model.model.layers.0.self_attn.q_b_proj.lora_A.default.weight" in names) is ("peft" in how)
+        tied = ["model.lm_head.weight"] if "tied" not in how else []  # under one of its two names
+        assert [name for name in names if name in ("model.lm_head.weight", "model.model.embed_tokens.weight")] == [
+            *tied,
+            "model.model.embed_tokens.weight",
+        ]
         moments = [name for name in names if name.endswith(".exp_avg")]
         assert moments
         assert {name.split(".")[0] for name in names} == {"model", "optimizer", "train", "rng"}

@@ -29,7 +29,6 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
-from torch.distributed.fsdp import FSDPModule
 
 from dsv4_fsdp.errors import listing
 from dsv4_fsdp.names import canonical_name
@@ -60,10 +59,11 @@ _NOT_COMPARED = frozenset({"params", "lr", "initial_lr", "foreach", "fused", "ca
 
 
 def model_entries(model: nn.Module) -> dict[str, Any]:
-    """``model.<name>`` -> piece, sharing the model's memory. Reshards what the last forward left gathered."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # the optimizer and the names below know the sharded parameters
+    """``model.<name>`` -> piece, sharing the model's memory.
+
+    Call it before anything else here: DCP's getter has FSDP2 reshard what the last forward left gathered, and the
+    optimizer knows the sharded parameters only.
+    """
     once = {canonical_name(name) for name, _ in [*model.named_parameters(), *model.named_buffers()]}
     entries: dict[str, Any] = {}
     for fqn, tensor in get_model_state_dict(model).items():
