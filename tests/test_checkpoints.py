@@ -159,7 +159,7 @@ def test_a_part_that_is_not_one_block_is_refused() -> None:
 # --- Optimizers -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["wide", "muon and adamw", "sgd", "adamw8bit", "bf16sr"])
+@pytest.mark.parametrize("kind", ["adamw", "adamw_bf16_sr", "muon", "torchao 8 bit", "two of torch's", "sgd", "wide"])
 def test_every_optimizer_goes_on_in_every_bit(kind: str, tmp_path: Path) -> None:
     """Also where moments have another dtype than their weight, or are 8-bit blocks, or rounding is drawn at random."""
     for expected, found in run_ranks(2, with_optimizer, kind, tmp_path):

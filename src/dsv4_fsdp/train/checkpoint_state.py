@@ -51,8 +51,9 @@ __all__ = [
 
 OPTIMIZER_GROUPS = "optimizer.groups"
 _STATE = "optimizer.state."
-# The loop sets the first two anew at each step; the others say how a step is computed, not what it is.
-_NOT_COMPARED = frozenset({"params", "lr", "initial_lr", "foreach", "fused", "capturable"})
+# The loop sets the rate anew at each step, a group's name may say its mesh, and the others say how a step is computed,
+# not what it is.
+_NOT_COMPARED = frozenset({"params", "lr", "initial_lr", "name", "foreach", "fused", "capturable"})
 
 
 # --- Weights ----------------------------------------------------------------------------------------------------------

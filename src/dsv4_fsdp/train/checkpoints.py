@@ -25,6 +25,7 @@ folder at a time; checkpoints of people one does not trust (DCP's format holds p
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import logging
@@ -182,7 +183,7 @@ class Checkpoints:
             entries |= optimizer_entries(model, optimizers)
             groups = group_entries(model, optimizers)
             entries[OPTIMIZER_GROUPS] = groups
-            entries |= {f"train.{key}": value for key, value in train.items()}
+            entries |= {f"train.{key}": copy.deepcopy(value) for key, value in train.items()}
             entries |= random_entries(self._rank)
             if self._asynchronous:
                 entries = {name: e.copy() if isinstance(e, Piece) else e for name, e in entries.items()}
