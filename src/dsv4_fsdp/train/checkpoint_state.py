@@ -29,7 +29,6 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
-from torch.distributed.fsdp import FSDPModule
 
 from dsv4_fsdp.errors import listing
 from dsv4_fsdp.names import canonical_name
@@ -52,18 +51,20 @@ __all__ = [
 
 OPTIMIZER_GROUPS = "optimizer.groups"
 _STATE = "optimizer.state."
-# The loop sets the first two anew at each step; the others say how a step is computed, not what it is.
-_NOT_COMPARED = frozenset({"params", "lr", "initial_lr", "foreach", "fused", "capturable"})
+# The loop sets the rate anew at each step, a group's name may say its mesh, and the others say how a step is computed,
+# not what it is.
+_NOT_COMPARED = frozenset({"params", "lr", "initial_lr", "name", "foreach", "fused", "capturable"})
 
 
 # --- Weights ----------------------------------------------------------------------------------------------------------
 
 
 def model_entries(model: nn.Module) -> dict[str, Any]:
-    """``model.<name>`` -> piece, sharing the model's memory. Reshards what the last forward left gathered."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # the optimizer and the names below know the sharded parameters
+    """``model.<name>`` -> piece, sharing the model's memory.
+
+    Call it before anything else here: DCP's getter has FSDP2 reshard what the last forward left gathered, and the
+    optimizer knows the sharded parameters only.
+    """
     once = {canonical_name(name) for name, _ in [*model.named_parameters(), *model.named_buffers()]}
     entries: dict[str, Any] = {}
     for fqn, tensor in get_model_state_dict(model).items():
@@ -213,7 +214,12 @@ class OptimizerState:
         """Whether what was loaded on this rank looks like it: every step count above 0, and some moment not zero."""
         tensors = {name: entry.local for name, entry in self.entries.items() if isinstance(entry, Piece)}
         steps = [tensor for name, tensor in tensors.items() if name.endswith(".step")]
-        moments = [tensor for name, tensor in tensors.items() if not name.endswith(".step")]
+        moments = (
+            # Moments in 8 bits (torchao) can become plain ones, and little else.
+            tensor if type(tensor) is torch.Tensor else tensor.dequantize()
+            for name, tensor in tensors.items()
+            if not name.endswith(".step")
+        )
         return all(bool((step > 0).all()) for step in steps) and any(bool(tensor.any()) for tensor in moments)
 
 

@@ -19,17 +19,20 @@ before anybody goes on, so that all ranks raise a :class:`CheckpointError`, and 
 takes its own gloo group, also beside NCCL: it must not mix with training's collectives, since a checkpoint may be
 written in the background.
 
-Not supported: folders that not all ranks share (rank 0 looks for every rank's files and says so).
+Not supported: folders that not all ranks share (rank 0 looks for every rank's files and says so); two runs in one
+folder at a time; checkpoints of people one does not trust (DCP's format holds pickles).
 """
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import logging
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -44,6 +47,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from dsv4_fsdp.errors import listing
 
+from .checkpoint_folder import (
+    FORMAT,
+    MANIFEST,
+    SavedCheckpoint,
+    folder_name,
+    latest_checkpoint,
+    published,
+    read_checkpoint,
+)
 from .checkpoint_pieces import CheckpointError, Piece, load_pieces, read_metadata, save_pieces, total_bytes
 from .checkpoint_state import (
     OPTIMIZER_GROUPS,
@@ -61,11 +73,11 @@ from .checkpoint_state import (
 
 __all__ = ["CheckpointError", "Checkpoints", "Contents", "SavedCheckpoint", "latest_checkpoint", "read_checkpoint"]
 
-FORMAT = 1
-_MANIFEST = "manifest.json"
 _TEMPORARY, _REPLACED, _REMOVING = ".tmp-", ".replaced-", ".removing-"
 # Longer than one rank's disk may keep the others waiting. A rank that dies is noticed at once all the same.
 _TIMEOUT = timedelta(hours=2)
+# A network file system may show a file to other nodes only after a while (NFS caches a folder's names up to a minute).
+_VISIBLE_AFTER_S = 90.0
 # Manifest, configuration, tokenizer, DCP's own metadata.
 _SMALL_FILES_BYTES = 32 * 2**20
 
@@ -91,88 +103,6 @@ class Contents:
     mesh: Mapping[str, int]
     plan_hash: str
     source: str | None
-
-
-@dataclass(frozen=True)
-class SavedCheckpoint:
-    """A published checkpoint whose files are all there.
-
-    Attributes:
-        path: its folder.
-        manifest: what ``manifest.json`` holds.
-    """
-
-    path: Path
-    manifest: dict[str, Any]
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps done."""
-        return int(self.manifest["step"])
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks that wrote it."""
-        return int(self.manifest["world_size"])
-
-    @property
-    def config_text(self) -> str:
-        """The configuration of the run that wrote it, YAML."""
-        return (self.path / "config.yaml").read_text()
-
-
-def read_checkpoint(path: Path) -> SavedCheckpoint:
-    """The checkpoint in the folder ``path``, if it is whole. Needs no process group.
-
-    Raises:
-        CheckpointError: what is missing, cut off or unknown.
-    """
-    again = "what to do: use another checkpoint; this one was damaged after it was written, or not written by a run."
-    try:
-        manifest = json.loads((path / _MANIFEST).read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is no checkpoint: {_MANIFEST} cannot be read ({error}).\n{again}") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        found = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
-        raise CheckpointError(
-            f"{path / _MANIFEST} has format {found!r}, and this version of dsv4-fsdp reads format {FORMAT}.\n"
-            "what to do: resume with the version that wrote it."
-        )
-    try:
-        files = {str(name): int(size) for name, size in manifest["files"].items()}
-        int(manifest["step"]), int(manifest["world_size"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{path / _MANIFEST} is damaged ({type(error).__name__}: {error}).\n{again}") from None
-    problems = []
-    for name, size in files.items():
-        try:
-            found_bytes = (path / name).stat().st_size
-        except OSError:
-            problems.append(f"{name} is missing ({size:,} bytes)")
-            continue
-        if found_bytes != size:
-            problems.append(f"{name} has {found_bytes:,} bytes instead of {size:,}")
-    if problems:
-        raise CheckpointError(f"the checkpoint {path} is damaged:\n{listing(problems)}\n{again}")
-    return SavedCheckpoint(path, manifest)
-
-
-def latest_checkpoint(folder: Path) -> tuple[SavedCheckpoint | None, list[str]]:
-    """The newest whole checkpoint in ``folder`` (``RUN/checkpoints``), and what is wrong with newer ones, in words.
-
-    Raises:
-        CheckpointError: there are checkpoints, and none of them is whole.
-    """
-    problems: list[str] = []
-    for path in reversed(_published(folder)):
-        try:
-            return read_checkpoint(path), problems
-        except CheckpointError as error:
-            problems.append(str(error))
-    if problems:
-        text = "\n\n".join(problems)
-        raise CheckpointError(f"no checkpoint in {folder} can be used:\n\n{text}\n\nTo start over, move {folder} away.")
-    return None, []
 
 
 class Checkpoints:
@@ -253,7 +183,7 @@ class Checkpoints:
             entries |= optimizer_entries(model, optimizers)
             groups = group_entries(model, optimizers)
             entries[OPTIMIZER_GROUPS] = groups
-            entries |= {f"train.{key}": value for key, value in train.items()}
+            entries |= {f"train.{key}": copy.deepcopy(value) for key, value in train.items()}
             entries |= random_entries(self._rank)
             if self._asynchronous:
                 entries = {name: e.copy() if isinstance(e, Piece) else e for name, e in entries.items()}
@@ -309,8 +239,8 @@ class Checkpoints:
     def _write(self, entries: Mapping[str, Any], manifest: dict[str, Any], contents: Contents) -> None:
         """Write, publish, and remove what is too old. All ranks, in the main thread or in another."""
         step = manifest["step"]
-        target = self.folder / _name(step)
-        temporary = self.folder / f"{_TEMPORARY}{_name(step)}"
+        target = self.folder / folder_name(step)
+        temporary = self.folder / f"{_TEMPORARY}{folder_name(step)}"
         needed_bytes = total_bytes(entries) + _SMALL_FILES_BYTES
         what = f"write the checkpoint of step {step}"
 
@@ -324,7 +254,11 @@ class Checkpoints:
 
         def publish() -> None:
             written = {info.relative_path for info in metadata.storage_data.values()}
-            if missing := sorted(name for name in written if not (temporary / "state" / name).exists()):
+            deadline = time.monotonic() + _VISIBLE_AFTER_S
+            while missing := sorted(written - set(os.listdir(temporary / "state"))):
+                if time.monotonic() < deadline:
+                    time.sleep(0.1)
+                    continue
                 raise CheckpointError(
                     f"rank 0 does not see what other ranks wrote into {temporary / 'state'}:\n{listing(missing)}\n"
                     "what to do: put the run folder on a file system that all nodes share."
@@ -332,12 +266,10 @@ class Checkpoints:
             for path in [temporary / "config.yaml", *(p for p in (temporary / "model").rglob("*") if p.is_file())]:
                 _sync(path)
             files = {str(p.relative_to(temporary)): p.stat().st_size for p in temporary.rglob("*") if p.is_file()}
-            _write_synced(
-                temporary / _MANIFEST, json.dumps(manifest | {"files": dict(sorted(files.items()))}, indent=1)
-            )
+            _write_synced(temporary / MANIFEST, json.dumps(manifest | {"files": dict(sorted(files.items()))}, indent=1))
             for path in [*(p for p in temporary.rglob("*") if p.is_dir()), temporary]:
                 _sync(path)
-            replaced = self.folder / f"{_REPLACED}{_name(step)}"
+            replaced = self.folder / f"{_REPLACED}{folder_name(step)}"
             if target.exists():  # damaged, or it would have been the latest and `save` would not have come here
                 target.rename(replaced)
             temporary.rename(target)
@@ -361,6 +293,7 @@ class Checkpoints:
     def _remove_leftovers(self) -> None:
         """Of runs that were killed."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        _sync(self.folder.parent)
         for path in self.folder.iterdir():
             if path.name.startswith(_REPLACED) and not (target := path.with_name(path.name[len(_REPLACED) :])).exists():
                 path.rename(target)
@@ -373,7 +306,7 @@ class Checkpoints:
 
     def _remove_old(self, newest: Path) -> None:
         """All whole checkpoints but the last ``keep``; a failure costs space and is no reason to end a run."""
-        whole = [path for path in _published(self.folder) if (path / _MANIFEST).exists()]
+        whole = [path for path in published(self.folder) if (path / MANIFEST).exists()]
         for path in whole[: -self._keep]:
             if path == newest:
                 continue
@@ -495,9 +428,9 @@ class Checkpoints:
     def _of_ranks(
         self, what: str, failures: CheckpointException, path: Path, needed_bytes: int | None
     ) -> CheckpointError:
-        """The error of DCP in words: that of the lowest rank that had one. All ranks are given the same."""
+        """The error of DCP in words, the same on all ranks: that of the lowest rank that had one."""
         rank, (error, _) = min(failures.failures.items())
-        return CheckpointError(self._words(what, error, path, needed_bytes, rank=rank))
+        return CheckpointError(self._on_first(what, lambda: self._words(what, error, path, needed_bytes, rank=rank)))
 
     def _words(self, what: str, error: BaseException, path: Path, needed_bytes: int | None, *, rank: int) -> str:
         if isinstance(error, CheckpointError):
@@ -505,10 +438,12 @@ class Checkpoints:
         at = getattr(error, "filename", None) or path
         lines = [f"could not {what}.", f"got: {_named(error)}", f"where: {at}, on rank {rank}"]
         if needed_bytes is not None:
+            is_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+            mend = "free space, lower checkpoint.keep" if is_full else "mend what is said above"
             lines.append(f"needed: about {_size(needed_bytes)}; free there: {_free_in_words(self.folder)}")
             lines.append(
-                "what to do: free space, lower checkpoint.keep, or put the run folder elsewhere; then start the run "
-                "again. Nothing was published, and earlier checkpoints are as they were."
+                f"what to do: {mend}, or put the run folder elsewhere; then start the run again.\n"
+                "Nothing was published, and earlier checkpoints are as they were."
             )
         return "\n".join(lines)
 
@@ -534,18 +469,6 @@ class _Alike:
             return
         rank, text = next((rank, theirs) for rank, theirs in enumerate(everyone) if theirs is not None)
         raise CheckpointError(f"{self._what}: rank {rank} failed.\ngot: {text}") from error
-
-
-def _published(folder: Path) -> list[Path]:
-    """The folders of checkpoints, oldest first, whole or not."""
-    if not folder.is_dir():
-        return []
-    found = [path for path in folder.iterdir() if path.name.startswith("step-") and path.name[5:].isdigit()]
-    return sorted(found, key=lambda path: int(path.name[5:]))
-
-
-def _name(step: int) -> str:
-    return f"step-{step:08d}"
 
 
 def _as_list(optimizers: Optimizers) -> list[torch.optim.Optimizer]:

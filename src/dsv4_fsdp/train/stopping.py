@@ -8,9 +8,10 @@ save and leave after that step. So it is enough that *one* process of the run he
 
 **Under torchrun**, and under ``dsv4-fsdp train`` which starts its ranks by torchrun's code, whoever sends the signal
 mostly knows torchrun's process only. torchrun passes SIGTERM and SIGINT on to its ranks and gives them
-``--shutdown-timeout`` seconds (30) to leave before it kills them: make it longer than a step and a save take. SIGUSR1 it
-passes on only if told so, and dies of it otherwise, so start it with :data:`TORCHRUN_ARGUMENTS`. Ranks are in sessions
-of their own, so Ctrl-C in a terminal comes to them once, from torchrun.
+``--shutdown-timeout`` seconds (30) to leave before it kills them: make it longer than a step and a save take. SIGUSR1
+it passes on only if told so, and dies of it otherwise, so start it with :data:`TORCHRUN_ARGUMENTS` (torch 2.13 has
+both). It ends with an error then, even if all ranks saved and left in peace. Ranks are in sessions of their own, so
+Ctrl-C in a terminal comes to them once, from torchrun. On several nodes it is enough that one of them hears of it.
 
 **SLURM**::
 
@@ -53,8 +54,8 @@ class StopRequests:
     Args:
         time_limit_s: stop when this many seconds have passed since ``started_at``; ``None`` for no limit. The step that
             runs then, and the save, come on top.
-        stop_file: stop when this file is there. It is looked for on every call of :meth:`requested`, so give it to one
-            rank only.
+        stop_file: stop when this file appears; one that is left from an earlier stop is removed on entering. It is
+            looked for on every call of :meth:`requested`, so give it to one rank only.
         started_at: on ``time.monotonic()``'s clock; by default when the process began.
     """
 
@@ -70,6 +71,8 @@ class StopRequests:
         self._former: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopRequests:
+        if self._stop_file is not None:
+            self._stop_file.unlink(missing_ok=True)
         for number in SIGNALS:
             former = signal.signal(number, self._heard)
             # None: a handler that Python did not install, and cannot restore.
