@@ -1,0 +1,151 @@
+"""Optimizers over sharded parameters, beside the same on whole ones; run inside ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from cases_faults import full, load_training, save_training, small_windows, step_loss
+from cases_optimizer_and_checkpoint import train
+from cases_parity import mesh_of
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from dsv4_fsdp import parallelize
+from dsv4_fsdp.train.muon import Muon
+from dsv4_fsdp.train.optimizers import OptimizerSettings, make_optimizer, parameter_groups, set_learning_rate
+
+MeshShape = tuple[int, ...]
+
+
+def sharded(name: str, mesh_shape: MeshShape, *, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The tiny model, bf16 with fp32 islands, and the named optimizer over it."""
+    model = small_windows(seed)
+    parallelize(model, mesh_of(mesh_shape))
+    settings = OptimizerSettings(name=name, lr=1e-3)  # type: ignore[arg-type]
+    return model, make_optimizer(parameter_groups(model, settings), settings, seed=5)
+
+
+def bits(value: Any) -> list[torch.Tensor]:
+    """This rank's part of a state, as plain tensors: two for a quantised one."""
+    local = value.to_local() if isinstance(value, DTensor) else value
+    return [local.codes, local.scale] if hasattr(local, "codes") else [local]
+
+
+def states_equal(a: torch.optim.Optimizer, b: torch.optim.Optimizer) -> bool:
+    """Whether both have the same states, groups and rates, bit for bit, and every one of them has been in a step."""
+    params = [[p for group in optimizer.param_groups for p in group["params"]] for optimizer in (a, b)]
+    for mine, theirs in zip(*params, strict=True):
+        if a.state[mine].keys() != b.state[theirs].keys() or not a.state[mine]:
+            return False
+        for key, value in a.state[mine].items():
+            pairs = zip(bits(value), bits(b.state[theirs][key]), strict=True)
+            if not all(x.dtype == y.dtype and torch.equal(x, y) for x, y in pairs):
+                return False
+    rest = [[{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups] for optimizer in (a, b)]
+    return rest[0] == rest[1]
+
+
+def resumed(name: str, mesh_shape: MeshShape, folder: Path) -> dict[str, Any]:
+    """Two steps, a checkpoint, two steps; and the last two again from the checkpoint, in a new model."""
+    rank = dist.get_rank()
+    model, optimizer = sharded(name, mesh_shape)
+    train(model, optimizer, range(2), seed=rank)
+    save_training(model, optimizer, folder)
+    expected = train(model, optimizer, range(2, 4), seed=rank)
+
+    again, again_optimizer = sharded(name, mesh_shape, seed=1)
+    torch.rand(7)  # the run's own random numbers are elsewhere than they were
+    load_training(again, again_optimizer, folder)
+    losses = train(again, again_optimizer, range(2, 4), seed=rank)
+    weights = [torch.equal(full(a), full(b)) for a, b in zip(model.parameters(), again.parameters(), strict=True)]
+    kinds = {type(bits_of(v)).__name__ for state in optimizer.state.values() for v in state.values()}
+    return {
+        "expected": expected,
+        "losses": losses,
+        "weights equal": all(weights),
+        "states equal": states_equal(optimizer, again_optimizer),
+        "kinds": kinds,
+    }
+
+
+def bits_of(value: Any) -> torch.Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def stochastic_replicas(name: str) -> dict[str, Any]:
+    """Three steps under HSDP 2x2 with equal gradients: shards of the two replicas, and the run's own random state."""
+    model, optimizer = sharded(name, (2, 2))
+    torch.manual_seed(dist.get_rank())  # as ranks that draw their own dropout would be
+    before = torch.get_rng_state()
+    for step in range(3):
+        step_loss(model, "transformers", 12, seed=step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    digest = hashlib.sha256()
+    for param in model.parameters():
+        digest.update(bits_of(param).detach().flatten().view(torch.uint8).numpy().tobytes())
+    found: list[str] = [""] * 4
+    dist.all_gather_object(found, digest.hexdigest())
+    return {
+        "replicas equal": found[0] == found[2] and found[1] == found[3],
+        "random state untouched": torch.equal(before, torch.get_rng_state()),
+    }
+
+
+def shards_draw_differently() -> bool:
+    """Two shards with equal weights and gradients: whether their stochastic roundings differ."""
+    mesh = mesh_of((2,))
+    param = nn.Parameter(distribute_tensor(torch.ones(128, 64, dtype=torch.bfloat16), mesh, [Shard(0)]))
+    holder = nn.Module()
+    holder.weight = param
+    settings = OptimizerSettings(name="adamw_bf16_sr", lr=1e-3)
+    optimizer = make_optimizer(parameter_groups(holder, settings, islands=()), settings, seed=0)
+    param.grad = distribute_tensor(torch.ones(128, 64, dtype=torch.bfloat16), mesh, [Shard(0)])
+    optimizer.step()
+    first, second = full(param.detach()).chunk(2)
+    assert not torch.equal(first, torch.ones_like(first))
+    return not torch.equal(first, second)
+
+
+SHAPES = ((10, 6), (6, 10), (7, 5), (1, 5), (3, 64), (4, 6, 5), (5, 3, 4), (1, 4, 4))
+
+
+def values_of(seed: int) -> list[torch.Tensor]:
+    """Numbers for each of ``SHAPES``: uneven and empty shards among them on two and four ranks."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def muon_of(params: Iterable[torch.Tensor]) -> Muon:
+    groups = [{"params": list(params), "algorithm": "muon", "weight_decay": 0.1}]
+    return Muon(groups, lr=0.02, momentum=0.95, ns_steps=5, adamw={})
+
+
+def muon_on_shards(mesh_shape: MeshShape, dim: int) -> list[bool]:
+    """For each of ``SHAPES``: three steps on shards equal, bit for bit, three on the whole tensor."""
+    mesh = mesh_of(mesh_shape)
+    placements = [Replicate()] * (len(mesh_shape) - 1) + [Shard(dim)]
+    whole = [nn.Parameter(value) for value in values_of(0)]
+    parts = [nn.Parameter(distribute_tensor(value, mesh, placements)) for value in values_of(0)]
+    optimizers = [muon_of(whole), muon_of(parts)]
+    for step in range(1, 4):
+        for a, b, grad in zip(whole, parts, values_of(step), strict=True):
+            a.grad = grad
+            b.grad = distribute_tensor(grad, mesh, placements)
+        for optimizer in optimizers:
+            optimizer.step()
+    return [torch.equal(a, full(b.detach())) for a, b in zip(whole, parts, strict=True)]
+
+
+def rates_after_set(name: str) -> dict[str, float]:
+    """Group name -> rate, after setting 0.5 on groups of which one has a factor."""
+    model = small_windows()
+    settings = OptimizerSettings(name=name, lr=1.0, lr_scale={"lm_head": 0.25})  # type: ignore[arg-type]
+    optimizer = make_optimizer(parameter_groups(model, settings), settings, seed=0)
+    set_learning_rate(optimizer, 0.5)
+    return {group["name"]: float(group["lr"]) for group in optimizer.param_groups}
