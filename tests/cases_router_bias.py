@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from cases_gradients import loss_sum_of, micro_batch
 from cases_parity import mesh_of
+from reference import canonical
 from tiny_models import tiny_transformers
 from torch import nn
 
@@ -80,13 +81,32 @@ def a_step(accumulate: int, *, checkpointing: bool) -> dict[str, Any]:
     biases = biases_of(model)
     gathered: list[Any] = [None] * world_size
     dist.all_gather_object(gathered, torch.stack(biases))
+    saved = {canonical(name): value for name, value in model.state_dict().items()}
     return {
         "counts": total.expert_counts.tolist(),
         "expected": expected.tolist(),
         "biases": all(torch.equal(a, b) for a, b in zip(biases, wanted, strict=True)),
         "moved": not torch.equal(biases[0], before[0]),
         "same on all ranks": all(torch.equal(gathered[0], other) for other in gathered),
-        "in the state dict": [torch.equal(model.state_dict()[f"{n}.e_score_correction_bias"], b) for n, b in zip(balance.router_fqns, biases, strict=True)],
+        "in the state dict": [
+            torch.equal(saved[f"{name}.e_score_correction_bias"], bias)
+            for name, bias in zip(balance.router_fqns, biases, strict=True)
+        ],
         "load": load.busiest,
         "counts afterwards": int(balance.counts().sum()),
-    }  # fmt: skip
+    }
+
+
+def loads_of_steps(num_steps: int) -> list[float]:
+    """The worst load of each step, on one batch, of routers that first send everything to two of four experts."""
+    model = build()
+    for bias in biases_of(model):
+        bias.copy_(torch.tensor([4.0, 4.0, 0.0, 0.0]))
+    balance = RouterBalance(model, rate=RATE)
+    tokens, _ = micro_batch(0, zero_tokens=False)
+    loads = []
+    for _ in range(num_steps):
+        with torch.no_grad():
+            model(input_ids=tokens)
+        loads.append(balance.update(balance.counts()).worst)
+    return loads

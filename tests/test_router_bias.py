@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from cases_gradients import micro_batch
-from cases_router_bias import a_step, biases_of, build, choices_by_hand
+from cases_router_bias import a_step, biases_of, build, choices_by_hand, loads_of_steps
 from torch import nn
 
 from dsv4_fsdp.train.router_bias import RouterBalance, RouterBiasError
@@ -33,18 +33,9 @@ def test_every_token_counts_once_whatever_ranks_micro_batches_and_recomputation(
         assert found["counts afterwards"] == 0
 
 
-def test_the_load_evens_out() -> None:
+def test_the_load_evens_out(run_ranks: Any) -> None:
     """A router that sends everything to two experts uses all four after some steps."""
-    model = build()
-    for bias in biases_of(model):
-        bias.copy_(torch.tensor([4.0, 4.0, 0.0, 0.0]))
-    balance = RouterBalance(model, rate=0.25)
-    tokens, _ = micro_batch(0, zero_tokens=False)
-    loads = []
-    for _ in range(16):
-        with torch.no_grad():
-            model(input_ids=tokens)
-        loads.append(balance.update(balance.counts()).worst)
+    (loads,) = run_ranks(1, loads_of_steps, 12)
     assert loads[0] == 2.0  # half of the experts have all of it
     assert min(loads[-4:]) < 1.6
 
