@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from dsv4_fsdp import parallelize
+from dsv4_fsdp.train.exact_state import local_values
 from dsv4_fsdp.train.muon import Muon
 from dsv4_fsdp.train.optimizers import OptimizerSettings, make_optimizer, parameter_groups, set_learning_rate
 
@@ -112,6 +113,18 @@ def shards_draw_differently() -> bool:
     return not torch.equal(first, second)
 
 
+def ones_after(name: str, steps: int, *, lr: float = 1e-5) -> torch.Tensor:
+    """Weights of 1.0 in bf16 after ``steps`` of a constant gradient and no decay."""
+    layer = nn.Linear(128, 64, bias=False, dtype=torch.bfloat16)
+    nn.init.ones_(layer.weight)
+    settings = OptimizerSettings(name=name, lr=lr, weight_decay=0.0)  # type: ignore[arg-type]
+    optimizer = make_optimizer(parameter_groups(layer, settings, islands=()), settings, seed=3)
+    for _ in range(steps):
+        layer.weight.grad = torch.ones_like(layer.weight)
+        optimizer.step()
+    return layer.weight.detach()
+
+
 SHAPES = ((10, 6), (6, 10), (7, 5), (1, 5), (3, 64), (4, 6, 5), (5, 3, 4), (1, 4, 4))
 
 
@@ -149,3 +162,48 @@ def rates_after_set(name: str) -> dict[str, float]:
     optimizer = make_optimizer(parameter_groups(model, settings), settings, seed=0)
     set_learning_rate(optimizer, 0.5)
     return {group["name"]: float(group["lr"]) for group in optimizer.param_groups}
+
+
+def state_kinds() -> dict[str, str]:
+    """Shape -> kind of an 8-bit optimizer's first moment, on this rank of two."""
+    mesh = mesh_of((2,))
+    holder = nn.Module()
+    for i, shape in enumerate(((64, 128), (31, 256), (32, 128), (64, 100))):
+        param = nn.Parameter(distribute_tensor(torch.ones(shape), mesh, [Shard(0)]))
+        param.grad = distribute_tensor(torch.ones(shape), mesh, [Shard(0)])
+        holder.register_parameter(f"weight{i}", param)
+    settings = OptimizerSettings(name="adamw_8bit", lr=1e-3)
+    optimizer = make_optimizer(parameter_groups(holder, settings, islands=()), settings, seed=0)
+    optimizer.step()
+    return {
+        str(tuple(p.shape)): type(local_values(optimizer.state[p]["exp_avg"])).__name__ for p in holder.parameters()
+    }
+
+
+def eight_bits_saved(folder: Path) -> dict[str, Any]:
+    """Two steps with 8-bit moments, saved; see ``moments_of``."""
+    model, optimizer = sharded("adamw_8bit", (dist.get_world_size(),))
+    train(model, optimizer, range(2), seed=0)
+    save_training(model, optimizer, folder)
+    return moments_of(model, optimizer)
+
+
+def eight_bits_loaded(folder: Path) -> dict[str, Any]:
+    """The same after loading on however many ranks there are."""
+    model, optimizer = sharded("adamw_8bit", (dist.get_world_size(),), seed=1)
+    load_training(model, optimizer, folder)
+    return moments_of(model, optimizer)
+
+
+def moments_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Name of each moment -> (kind of this rank's part, the whole of it in fp32)."""
+    found = {}
+    for name, param in model.named_parameters():
+        for key in ("exp_avg", "exp_avg_sq") if param.requires_grad else ():
+            assert isinstance(param, DTensor), name
+            local = local_values(optimizer.state[param][key])
+            values = local.dequantize() if hasattr(local, "codes") else local
+            sharded_like = {"shape": param.shape, "stride": param.stride(), "run_check": False}
+            whole = DTensor.from_local(values, param.device_mesh, param.placements, **sharded_like).full_tensor()
+            found[f"{name} {key}"] = (type(local).__name__, whole)
+    return found

@@ -10,11 +10,15 @@ import torch
 from cases_faults import small_windows
 from cases_optim import (
     SHAPES,
+    eight_bits_loaded,
+    eight_bits_saved,
     muon_of,
     muon_on_shards,
+    ones_after,
     rates_after_set,
     resumed,
     shards_draw_differently,
+    state_kinds,
     stochastic_replicas,
     values_of,
 )
@@ -147,27 +151,15 @@ def test_without_torchao_its_optimizers_are_refused_by_name(monkeypatch: pytest.
 # --- What bf16 storage costs (fault 10) -------------------------------------------------------------------------------
 
 
-def ones_after(name: str, steps: int, *, lr: float = 1e-5) -> torch.Tensor:
-    """Weights of 1.0 in bf16 after ``steps`` of a constant gradient and no decay."""
-    layer = nn.Linear(128, 64, bias=False, dtype=torch.bfloat16)
-    nn.init.ones_(layer.weight)
-    settings = OptimizerSettings(name=name, lr=lr, weight_decay=0.0)  # type: ignore[arg-type]
-    optimizer = make_optimizer(parameter_groups(layer, settings, islands=()), settings, seed=3)
-    for _ in range(steps):
-        layer.weight.grad = torch.ones_like(layer.weight)
-        optimizer.step()
-    return layer.weight.detach()
-
-
-def test_plain_bf16_adamw_never_moves_a_weight_of_one_at_a_rate_of_1e_5() -> None:
+def test_plain_bf16_adamw_never_moves_a_weight_of_one_at_a_rate_of_1e_5(run_ranks: Any) -> None:
     """400 updates of 1e-5 would be one bf16 step of 2**-8."""
-    assert torch.equal(ones_after("adamw", 400), torch.ones(64, 128, dtype=torch.bfloat16))
+    assert torch.equal(run_ranks(1, ones_after, "adamw", 400)[0], torch.ones(64, 128, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("name", ["adamw_bf16_sr", "adamw_8bit"])
-def test_stochastic_rounding_moves_it_by_the_rate_on_average(name: str) -> None:
+def test_stochastic_rounding_moves_it_by_the_rate_on_average(run_ranks: Any, name: str) -> None:
     """A constant gradient moves AdamW by lr per step: 100 steps of 1e-5 are 0.001."""
-    moved = 1 - ones_after(name, 100).double()
+    moved = 1 - run_ranks(1, ones_after, name, 100)[0].double()
     # Each weight makes 100 draws that move it by 2**-8 with probability 1e-5 / 2**-8: a standard deviation of
     # sqrt(100 * 1e-5 * 2**-8) = 0.002, and of 2.2e-5 for the mean of 8,192 weights. Five of these are 11 %; the 8-bit
     # moments of a constant gradient are constant too, exact to a code (less than 1 %).
@@ -278,6 +270,33 @@ def test_replicas_round_alike_and_the_run_s_own_random_numbers_are_left_alone(ru
 def test_shards_of_one_tensor_do_not_round_alike(run_ranks: Any) -> None:
     """Equal draws in all shards would make their errors add up."""
     assert run_ranks(2, shards_draw_differently) == [True, True]
+
+
+def test_a_moment_is_quantised_on_all_ranks_or_on_none(run_ranks: Any) -> None:
+    """(31, 256) on two ranks: torchao's own rule would take rank 0's 16 rows and leave rank 1's 15."""
+    kinds = {"(64, 128)": "OptimState8bit", "(31, 256)": "Tensor", "(32, 128)": "Tensor", "(64, 100)": "Tensor"}
+    assert run_ranks(2, state_kinds) == [kinds] * 2
+
+
+@pytest.mark.parametrize(("saved_on", "loaded_on"), [(1, 4), (2, 1)])
+def test_8_bit_moments_move_to_another_number_of_ranks(
+    run_ranks: Any, tmp_path: Path, saved_on: int, loaded_on: int
+) -> None:
+    """Bit-equal where nothing is quantised anew; else as far apart as 8 bits are."""
+    saved = run_ranks(saved_on, eight_bits_saved, tmp_path)[0]
+    kinds = set()
+    for found in run_ranks(loaded_on, eight_bits_loaded, tmp_path):
+        assert found.keys() == saved.keys()
+        for name, (kind, values) in found.items():
+            was, expected = saved[name]
+            kinds.add((was, kind))
+            if (was, kind) == ("Tensor", "OptimState8bit"):
+                # A code keeps a value within 2 % of its block's largest.
+                assert float((values - expected).abs().max()) <= 0.02 * float(expected.abs().max()), name
+            else:
+                assert torch.equal(values, expected), name
+    changed = ("Tensor", "OptimState8bit") if saved_on > loaded_on else ("OptimState8bit", "Tensor")
+    assert kinds == {("Tensor", "Tensor"), ("OptimState8bit", "OptimState8bit"), changed}
 
 
 # --- Muon -------------------------------------------------------------------------------------------------------------
