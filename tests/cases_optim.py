@@ -9,16 +9,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from cases_faults import full, load_training, save_training, small_windows, step_loss
 from cases_optimizer_and_checkpoint import train
 from cases_parity import mesh_of
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from dsv4_fsdp import parallelize
 from dsv4_fsdp.train.exact_state import local_values
 from dsv4_fsdp.train.muon import Muon
-from dsv4_fsdp.train.optimizers import OptimizerSettings, make_optimizer, parameter_groups, set_learning_rate
+from dsv4_fsdp.train.optimizers import (
+    OptimizerSettings,
+    make_optimizer,
+    parameter_groups,
+    reapply_settings,
+    set_learning_rate,
+)
 
 MeshShape = tuple[int, ...]
 
@@ -47,8 +55,7 @@ def states_equal(a: torch.optim.Optimizer, b: torch.optim.Optimizer) -> bool:
             pairs = zip(bits(value), bits(b.state[theirs][key]), strict=True)
             if not all(x.dtype == y.dtype and torch.equal(x, y) for x, y in pairs):
                 return False
-    rest = [[{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups] for optimizer in (a, b)]
-    return rest[0] == rest[1]
+    return options_of(a) == options_of(b)
 
 
 def resumed(name: str, mesh_shape: MeshShape, folder: Path) -> dict[str, Any]:
@@ -135,8 +142,7 @@ def values_of(seed: int) -> list[torch.Tensor]:
 
 
 def muon_of(params: Iterable[torch.Tensor]) -> Muon:
-    groups = [{"params": list(params), "algorithm": "muon", "weight_decay": 0.1}]
-    return Muon(groups, lr=0.02, momentum=0.95, ns_steps=5, adamw={})
+    return Muon([{"params": list(params), "algorithm": "muon", "weight_decay": 0.1}], lr=0.02)
 
 
 def muon_on_shards(mesh_shape: MeshShape, dim: int) -> list[bool]:
@@ -168,7 +174,7 @@ def state_kinds() -> dict[str, str]:
     """Shape -> kind of an 8-bit optimizer's first moment, on this rank of two."""
     mesh = mesh_of((2,))
     holder = nn.Module()
-    for i, shape in enumerate(((64, 128), (31, 256), (32, 128), (64, 100))):
+    for i, shape in enumerate(((64, 128), (31, 256), (33, 512), (32, 128), (64, 100))):
         param = nn.Parameter(distribute_tensor(torch.ones(shape), mesh, [Shard(0)]))
         param.grad = distribute_tensor(torch.ones(shape), mesh, [Shard(0)])
         holder.register_parameter(f"weight{i}", param)
@@ -207,3 +213,42 @@ def moments_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
             whole = DTensor.from_local(values, param.device_mesh, param.placements, **sharded_like).full_tensor()
             found[f"{name} {key}"] = (type(local).__name__, whole)
     return found
+
+
+def resumed_with_other_settings(name: str, folder: Path) -> dict[str, Any]:
+    """A checkpoint with options by parameter, loaded into other groups (as on another mesh) with another decay."""
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    model, optimizer = sharded(name, (2,))
+    train(model, optimizer, range(2), seed=0)
+    state, optimizer_state = get_state_dict(model, optimizer, options=options)
+    dcp.save({"model": state, "optimizer": optimizer_state}, checkpoint_id=folder)
+
+    again = small_windows(1)
+    parallelize(again, mesh_of((2,)))
+    settings = OptimizerSettings(name=name, lr=1e-3, weight_decay=0.5, lr_scale={"layers.0": 0.5})  # type: ignore[arg-type]
+    groups = parameter_groups(again, settings)
+    again_optimizer = make_optimizer(groups, settings, seed=5)
+    wanted = options_of(again_optimizer)
+    state, optimizer_state = get_state_dict(again, again_optimizer, options=options)
+    dcp.load({"model": state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    set_state_dict(again, again_optimizer, model_state_dict=state, optim_state_dict=optimizer_state, options=options)
+    after_load = options_of(again_optimizer)
+    reapply_settings(again_optimizer, groups, settings)
+    states = [
+        {n: [b for v in o.state[p].values() for b in bits(v)] for n, p in m.named_parameters() if p.requires_grad}
+        for m, o in ((model, optimizer), (again, again_optimizer))
+    ]
+    return {
+        "groups": (len(optimizer.param_groups), len(groups)),
+        "states equal": all(
+            a.dtype == b.dtype and torch.equal(a, b)
+            for key, tensors in states[0].items()
+            for a, b in zip(tensors, states[1][key], strict=True)
+        ),
+        "lost by loading": after_load != wanted,
+        "back again": options_of(again_optimizer) == wanted,
+    }
+
+
+def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]

@@ -53,21 +53,17 @@ class Muon(ExactStateOptimizer):
     """Muon and AdamW in one optimizer; see the docstring of the module.
 
     Args:
-        params: groups with ``"algorithm"``: ``"muon"`` (tensors of two dimensions, or three: a stack of matrices) or
-            ``"adamw"``.
+        params: groups with ``"algorithm"``: ``"muon"`` (tensors of two dimensions, or three: a stack of matrices), with
+            options ``lr``, ``weight_decay``, ``momentum`` (Nesterov's) and ``ns_steps`` (of the iteration); or
+            ``"adamw"``, with the options of ``torch.optim.AdamW``.
         lr: where a group has none of its own.
-        momentum: of Muon, with Nesterov's look-ahead.
-        ns_steps: steps of the iteration.
-        adamw: keyword arguments of ``torch.optim.AdamW``.
 
     Raises:
         MuonError: a group without algorithm, a tensor that is no matrix, or a gradient that is not reduced.
     """
 
-    def __init__(
-        self, params: list[dict[str, Any]], *, lr: float, momentum: float, ns_steps: int, adamw: dict[str, Any]
-    ) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": 0.0, "momentum": momentum, "ns_steps": ns_steps})
+    def __init__(self, params: list[dict[str, Any]], *, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": 0.0, "momentum": 0.95, "ns_steps": 5})
         for group in self.param_groups:
             if group.get("algorithm") not in ("muon", "adamw"):
                 raise MuonError(
@@ -83,7 +79,7 @@ class Muon(ExactStateOptimizer):
                     )
         theirs = [group for group in self.param_groups if group["algorithm"] == "adamw"]
         # It holds the same group dicts and, from the first step on, the same states.
-        self._adamw = torch.optim.AdamW(theirs, lr=lr, **adamw) if theirs else None
+        self._adamw = torch.optim.AdamW(theirs, lr=lr) if theirs else None
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

@@ -53,6 +53,7 @@ __all__ = [
     "make_optimizer",
     "parameter_groups",
     "precision_notes",
+    "reapply_settings",
     "set_learning_rate",
 ]
 
@@ -203,32 +204,42 @@ def make_optimizer(
     Raises:
         OptimizerError: ``adamw_8bit`` without torchao.
     """
-    options: list[dict[str, Any]] = []
-    for group in groups:
-        entry: dict[str, Any] = {"params": list(group.params), "name": group.name, "lr_scale": group.lr_scale}
-        entry |= {"lr": settings.lr * group.lr_scale, "weight_decay": group.weight_decay}
-        if settings.name == "muon":
-            entry["algorithm"] = group.algorithm
-        options.append(entry)
-    adam: dict[str, Any] = {"betas": (settings.beta1, settings.beta2), "eps": settings.eps}
-    on_cuda = all(param.device.type == "cuda" for group in groups for param in group.params)
-    kernel = settings.kernel if settings.kernel != "auto" else ("fused" if on_cuda else "foreach")
-    kernels: dict[str, Any] = {"fused": kernel == "fused", "foreach": kernel == "foreach"}
-
+    entries = [{"params": list(group.params)} | _options(groups, group, settings) for group in groups]
     if settings.name == "adamw":
-        return torch.optim.AdamW(options, lr=settings.lr, **adam, **kernels)
+        return torch.optim.AdamW(entries, lr=settings.lr)
     if settings.name == "muon":
-        return Muon(
-            options,
-            lr=settings.lr,
-            momentum=settings.muon_momentum,
-            ns_steps=settings.muon_ns_steps,
-            adamw={**adam, **kernels},
-        )
-    quantised = ("matrices", "embeddings") if settings.name == "adamw_8bit" else ()
-    for entry, group in zip(options, groups, strict=True):
-        entry["quantised"] = group.role in quantised
-    return StochasticAdamW(options, lr=settings.lr, **adam, seed=seed)
+        return Muon(entries, lr=settings.lr)
+    return StochasticAdamW(entries, lr=settings.lr, seed=seed)
+
+
+def reapply_settings(
+    optimizer: torch.optim.Optimizer, groups: Sequence[ParameterGroup], settings: OptimizerSettings
+) -> None:
+    """Put this run's settings into the groups of ``optimizer`` again; call it after loading a checkpoint.
+
+    A state dict holds the options of every group as well, and loading replaces this run's by those: a run resumed with
+    another weight decay, or on a machine whose kernel is another, would go on with the old one and not say so.
+    """
+    for entry, group in zip(optimizer.param_groups, groups, strict=True):
+        assert all(a is b for a, b in zip(entry["params"], group.params, strict=True)), "not the optimizer's groups"
+        entry.update(_options(groups, group, settings))
+
+
+def _options(groups: Sequence[ParameterGroup], group: ParameterGroup, settings: OptimizerSettings) -> dict[str, Any]:
+    """Everything of one of the optimizer's groups but its parameters."""
+    options: dict[str, Any] = {"name": group.name, "lr_scale": group.lr_scale, "lr": settings.lr * group.lr_scale}
+    options |= {"weight_decay": group.weight_decay, "betas": (settings.beta1, settings.beta2), "eps": settings.eps}
+    if settings.name == "muon":
+        options |= {"algorithm": group.algorithm}
+    if group.algorithm == "muon":
+        options |= {"momentum": settings.muon_momentum, "ns_steps": settings.muon_ns_steps}
+    elif settings.name in ("adamw", "muon"):
+        on_cuda = all(param.device.type == "cuda" for each in groups for param in each.params)
+        kernel = settings.kernel if settings.kernel != "auto" else ("fused" if on_cuda else "foreach")
+        options |= {"fused": kernel == "fused", "foreach": kernel == "foreach"}
+    else:
+        options |= {"quantised": settings.name == "adamw_8bit" and group.role in ("matrices", "embeddings")}
+    return options
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -61,7 +61,14 @@ class StochasticAdamW(ExactStateOptimizer):
     """
 
     def __init__(
-        self, params: Any, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float = 0.0, seed: int
+        self,
+        params: Any,
+        *,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        seed: int,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "quantised": False}
         super().__init__(params, defaults)
