@@ -84,11 +84,11 @@ def test_after_an_error_in_forward_and_after_removal_nothing_counts() -> None:
 
 
 def test_what_cannot_be_balanced_is_refused() -> None:
-    """No routers, biases that lost their bits, no rate; counts of nothing."""
+    """No routers, biases that lost their bits, a rate below 0; counts of nothing."""
     with pytest.raises(RouterBiasError, match="got: 0 routers"):
         RouterBalance(nn.Linear(2, 2), rate=0.1)
-    with pytest.raises(RouterBiasError, match="rate 0"):
-        RouterBalance(build(), rate=0)
+    with pytest.raises(RouterBiasError, match="rate -0.1"):
+        RouterBalance(build(), rate=-0.1)
     with pytest.raises(RouterBiasError, match=r"dtypes \['torch.bfloat16'\]"):
         RouterBalance(build().bfloat16(), rate=0.1)
     balance = RouterBalance(build(), rate=0.1)
