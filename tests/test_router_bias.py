@@ -87,7 +87,7 @@ def test_what_cannot_be_balanced_is_refused() -> None:
     """No routers, biases that lost their bits, a rate below 0; counts of nothing."""
     with pytest.raises(RouterBiasError, match="got: 0 routers"):
         RouterBalance(nn.Linear(2, 2), rate=0.1)
-    with pytest.raises(RouterBiasError, match="rate -0.1"):
+    with pytest.raises(RouterBiasError, match=r"rate -0\.1"):
         RouterBalance(build(), rate=-0.1)
     with pytest.raises(RouterBiasError, match=r"dtypes \['torch.bfloat16'\]"):
         RouterBalance(build().bfloat16(), rate=0.1)
