@@ -35,6 +35,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from dsv4_fsdp.errors import Dsv4FsdpError
 
+from .exact_state import ExactStateOptimizer, local_values
+
 __all__ = ["Muon", "MuonError", "orthogonalized"]
 
 # Chosen by K. Jordan to raise small singular values as fast as possible; the limit is only about 1.
@@ -47,25 +49,21 @@ class MuonError(Dsv4FsdpError, ValueError):
     """A parameter that Muon cannot take."""
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(ExactStateOptimizer):
     """Muon and AdamW in one optimizer; see the docstring of the module.
 
     Args:
-        params: groups with ``"algorithm"``: ``"muon"`` (tensors of two dimensions, or three: a stack of matrices) or
-            ``"adamw"``.
+        params: groups with ``"algorithm"``: ``"muon"`` (tensors of two dimensions, or three: a stack of matrices), with
+            options ``lr``, ``weight_decay``, ``momentum`` (Nesterov's) and ``ns_steps`` (of the iteration); or
+            ``"adamw"``, with the options of ``torch.optim.AdamW``.
         lr: where a group has none of its own.
-        momentum: of Muon, with Nesterov's look-ahead.
-        ns_steps: steps of the iteration.
-        adamw: keyword arguments of ``torch.optim.AdamW``.
 
     Raises:
         MuonError: a group without algorithm, a tensor that is no matrix, or a gradient that is not reduced.
     """
 
-    def __init__(
-        self, params: list[dict[str, Any]], *, lr: float, momentum: float, ns_steps: int, adamw: dict[str, Any]
-    ) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": 0.0, "momentum": momentum, "ns_steps": ns_steps})
+    def __init__(self, params: list[dict[str, Any]], *, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": 0.0, "momentum": 0.95, "ns_steps": 5})
         for group in self.param_groups:
             if group.get("algorithm") not in ("muon", "adamw"):
                 raise MuonError(
@@ -81,7 +79,7 @@ class Muon(torch.optim.Optimizer):
                     )
         theirs = [group for group in self.param_groups if group["algorithm"] == "adamw"]
         # It holds the same group dicts and, from the first step on, the same states.
-        self._adamw = torch.optim.AdamW(theirs, lr=lr, **adamw) if theirs else None
+        self._adamw = torch.optim.AdamW(theirs, lr=lr) if theirs else None
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -106,12 +104,12 @@ class Muon(torch.optim.Optimizer):
         state = self.state[param]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(param, dtype=torch.float32)
-        grad = _local(param.grad).float()
-        momentum = _local(state["momentum_buffer"]).lerp_(grad, 1 - group["momentum"])
+        grad = local_values(param.grad).float()
+        momentum = local_values(state["momentum_buffer"]).lerp_(grad, 1 - group["momentum"])
         direction = orthogonalized(grad.lerp(momentum, group["momentum"]), like=param, steps=group["ns_steps"])
 
         rows, columns = param.shape[-2:]
-        weight = _local(param)
+        weight = local_values(param)
         # In fp32 with one rounding at the end, for weights in bf16.
         moved = weight.float() * (1 - group["lr"] * group["weight_decay"])
         moved -= direction.float() * (group["lr"] * _RMS_OF_ADAMW * math.sqrt(max(rows, columns)))
@@ -154,8 +152,3 @@ def _newton_schulz(matrices: torch.Tensor, steps: int) -> torch.Tensor:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=_B, alpha=_C), x, beta=_A)
     return (x.mT if tall else x).reshape(matrices.shape)
-
-
-def _local(tensor: torch.Tensor | None) -> torch.Tensor:
-    assert tensor is not None
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

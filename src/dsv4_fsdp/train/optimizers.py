@@ -23,25 +23,14 @@ applies to a run.
 matrices that are no islands decay. torch's foreach kernels refuse a list with parameters on two meshes (experts under
 expert parallelism live on another mesh than the rest) or with sharded and plain tensors, so these never share a group.
 
-**torchao's two** run each parameter's update through ``torch.compile`` (one compilation per shape) on CUDA, eagerly
-elsewhere: a CPU has nothing to win. Their learning rate is a tensor: set it with :func:`set_learning_rate`. A moment
-is quantised in blocks of 256 where every rank's shard is alike (dimension 0 divides evenly), has at least 4,096
-elements and is a multiple of 256; all other moments, and those of the groups ``no decay`` and ``fp32 islands``, are
-fp32. Stochastic rounding draws from a seed of its own, made of (run's seed, step, group, shard): replicas of a shard
-under HSDP draw the same bits and so stay equal, other random numbers of the run are untouched, and a resumed run draws
-what the uninterrupted one would have.
-
-**Muon**: see :mod:`dsv4_fsdp.train.muon`.
+**How**: :mod:`dsv4_fsdp.train.stochastic_adamw` for the two with stochastic rounding, :mod:`dsv4_fsdp.train.muon`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import importlib.util
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -49,11 +38,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dsv4_fsdp.contract import island_reason, short_dtype
-from dsv4_fsdp.errors import Dsv4FsdpError, listing
+from dsv4_fsdp.errors import listing
 from dsv4_fsdp.names import canonical_name, matches_components
 
 from .muon import Muon
 from .optimizer_settings import OptimizerSettings
+from .stochastic_adamw import OptimizerError, StochasticAdamW
 
 __all__ = [
     "OptimizerError",
@@ -63,19 +53,14 @@ __all__ = [
     "make_optimizer",
     "parameter_groups",
     "precision_notes",
+    "reapply_settings",
     "set_learning_rate",
 ]
 
 # bf16 keeps 8 significant bits.
 _BF16_LARGEST_BETA2 = 1 - 2**-8
-_AO_BLOCK = 256
-_AO_MIN_NUMEL = 4096  # torchao's own rule, bitsandbytes' before it
 
 Role = Literal["matrices", "embeddings", "no decay", "fp32 islands"]
-
-
-class OptimizerError(Dsv4FsdpError, ValueError):
-    """The optimizer cannot be made as asked of this model."""
 
 
 @dataclass(frozen=True)
@@ -211,52 +196,56 @@ def make_optimizer(
     """The optimizer that ``settings`` name, over ``groups`` (:func:`parameter_groups`), in their order.
 
     Each of its ``param_groups`` carries the group's ``name`` and ``lr_scale``. States are shards like the parameters,
-    and go through DCP's ``get_optimizer_state_dict`` and ``set_optimizer_state_dict``. Loading draws random numbers
-    (DCP makes a step with learning rate 0), so restore the run's random state afterwards.
+    and go through DCP's ``get_optimizer_state_dict`` and ``set_optimizer_state_dict``.
 
     Args:
         seed: of stochastic rounding; the same on all ranks.
 
     Raises:
-        OptimizerError: torchao is asked for and not installed.
+        OptimizerError: ``adamw_8bit`` without torchao.
     """
-    options: list[dict[str, Any]] = []
-    for group in groups:
-        entry: dict[str, Any] = {"params": list(group.params), "name": group.name, "lr_scale": group.lr_scale}
-        entry |= {"lr": settings.lr * group.lr_scale, "weight_decay": group.weight_decay}
-        if settings.name == "muon":
-            entry["algorithm"] = group.algorithm
-        options.append(entry)
-    adam: dict[str, Any] = {"betas": (settings.beta1, settings.beta2), "eps": settings.eps}
-    on_cuda = all(param.device.type == "cuda" for group in groups for param in group.params)
-    kernel = settings.kernel if settings.kernel != "auto" else ("fused" if on_cuda else "foreach")
-    kernels: dict[str, Any] = {"fused": kernel == "fused", "foreach": kernel == "foreach"}
-
+    entries = [{"params": list(group.params)} | _options(groups, group, settings) for group in groups]
     if settings.name == "adamw":
-        return torch.optim.AdamW(options, lr=settings.lr, **adam, **kernels)
+        return torch.optim.AdamW(entries, lr=settings.lr)
     if settings.name == "muon":
-        return Muon(
-            options,
-            lr=settings.lr,
-            momentum=settings.muon_momentum,
-            ns_steps=settings.muon_ns_steps,
-            adamw={**adam, **kernels},
-        )
-    whole_moments = [
-        p for group in groups if not group.weight_decay or group.role == "fp32 islands" for p in group.params
-    ]
-    make = _torchao_optimizer(settings.name)
-    return make(options, lr=settings.lr, **adam, seed=seed, whole_moments=whole_moments)
+        return Muon(entries, lr=settings.lr)
+    return StochasticAdamW(entries, lr=settings.lr, seed=seed)
+
+
+def reapply_settings(
+    optimizer: torch.optim.Optimizer, groups: Sequence[ParameterGroup], settings: OptimizerSettings
+) -> None:
+    """Put this run's settings into the groups of ``optimizer`` again; call it after loading a checkpoint.
+
+    A state dict holds the options of every group as well, and loading replaces this run's by those: a run resumed with
+    another weight decay, or on a machine whose kernel is another, would go on with the old one and not say so.
+    """
+    for entry, group in zip(optimizer.param_groups, groups, strict=True):
+        assert all(a is b for a, b in zip(entry["params"], group.params, strict=True)), "not the optimizer's groups"
+        entry.update(_options(groups, group, settings))
+
+
+def _options(groups: Sequence[ParameterGroup], group: ParameterGroup, settings: OptimizerSettings) -> dict[str, Any]:
+    """Everything of one of the optimizer's groups but its parameters."""
+    options: dict[str, Any] = {"name": group.name, "lr_scale": group.lr_scale, "lr": settings.lr * group.lr_scale}
+    options |= {"weight_decay": group.weight_decay, "betas": (settings.beta1, settings.beta2), "eps": settings.eps}
+    if settings.name == "muon":
+        options |= {"algorithm": group.algorithm}
+    if group.algorithm == "muon":
+        options |= {"momentum": settings.muon_momentum, "ns_steps": settings.muon_ns_steps}
+    elif settings.name in ("adamw", "muon"):
+        on_cuda = all(param.device.type == "cuda" for each in groups for param in each.params)
+        kernel = settings.kernel if settings.kernel != "auto" else ("fused" if on_cuda else "foreach")
+        options |= {"fused": kernel == "fused", "foreach": kernel == "foreach"}
+    else:
+        options |= {"quantised": settings.name == "adamw_8bit" and group.role in ("matrices", "embeddings")}
+    return options
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the rate of every group to ``lr`` times its ``lr_scale``, in place where it is a tensor (torchao's)."""
+    """Set the rate of every group to ``lr`` times its ``lr_scale``."""
     for group in optimizer.param_groups:
-        rate = lr * group.get("lr_scale", 1.0)
-        if isinstance(group["lr"], torch.Tensor):
-            group["lr"].fill_(rate)
-        else:
-            group["lr"] = rate
+        group["lr"] = lr * group["lr_scale"]
 
 
 # --- Who belongs where ------------------------------------------------------------------------------------------------
@@ -319,113 +308,3 @@ def _mesh_label(mesh: DeviceMesh) -> str:
 
 def _is_bf16(param: nn.Parameter) -> bool:
     return param.dtype == torch.bfloat16
-
-
-# --- torchao ----------------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def _torchao_optimizer(name: str) -> Callable[..., torch.optim.Optimizer]:
-    """torchao's AdamW with 8-bit or fp32 moments, stochastic rounding on, as a class that lives with replicas.
-
-    Made on the first call, since importing torchao takes a second and is optional.
-    """
-    if importlib.util.find_spec("torchao") is None:
-        raise OptimizerError(
-            f"optimizer.name {name} is torchao's, which is not installed.\nexpected: torchao >= 0.18\ngot: none\n"
-            "what to do: pip install 'dsv4-fsdp[torchao]', or take optimizer.name adamw."
-        )
-    from torchao.optim import AdamW8bit
-
-    quantise = name == "adamw_8bit"
-
-    class StochasticAdamW(AdamW8bit):  # type: ignore[misc,unused-ignore]
-        """See the docstring of the module."""
-
-        param_groups: list[dict[str, Any]]
-
-        def __init__(self, params: Any, *, seed: int, whole_moments: Sequence[nn.Parameter], **kwargs: Any) -> None:
-            super().__init__(params, block_size=_AO_BLOCK, bf16_stochastic_round=True, **kwargs)
-            self._seed = seed
-            self._whole = {id(param) for param in whole_moments}
-
-        def _new_buffer(self, p: torch.Tensor, signed: bool) -> torch.Tensor:
-            if quantise and id(p) not in self._whole and _shards_are_blocks(p):
-                return cast(torch.Tensor, super()._new_buffer(p, signed))
-            return torch.zeros_like(p, dtype=torch.float32)
-
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> Any:
-            loss = None
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
-            groups = self.param_groups
-            try:
-                for index, group in enumerate(groups):
-                    self.param_groups = [group]
-                    with _seeded(group["params"], self._seed_of(group, index)), _eager_off_cuda(group["params"]):
-                        super().step()
-            finally:
-                self.param_groups = groups
-            return loss
-
-        def _seed_of(self, group: dict[str, Any], index: int) -> int:
-            steps = [int(self.state[p]["step"]) for p in group["params"] if self.state.get(p)]
-            return _mix(self._seed, max(steps, default=0), index, _shard_index(group["params"][0]))
-
-    return StochasticAdamW
-
-
-def _shards_are_blocks(param: torch.Tensor) -> bool:
-    """Whether every rank's shard is a whole number of blocks, so that all ranks have the same kind of state.
-
-    torchao looks at the local shard only: with an uneven split, one rank's moment would be quantised and another's not.
-    """
-    if not isinstance(param, DTensor):
-        return param.numel() >= _AO_MIN_NUMEL and param.numel() % _AO_BLOCK == 0
-    num_shards = 1
-    for size, placement in zip(param.device_mesh.shape, param.placements, strict=True):
-        dim = getattr(placement, "dim", None)
-        if dim is not None:
-            # Slices of dimension 0 are runs of blocks; torchao cannot cut another dimension.
-            if dim != 0:
-                return False
-            num_shards *= size
-    local_numel = param.numel() // num_shards
-    return param.shape[0] % num_shards == 0 and local_numel >= _AO_MIN_NUMEL and local_numel % _AO_BLOCK == 0
-
-
-def _shard_index(param: torch.Tensor) -> int:
-    """Which shard this rank holds: equal on replicas, different between shards."""
-    index = 0
-    if isinstance(param, DTensor):
-        coordinate = param.device_mesh.get_coordinate()
-        assert coordinate is not None, "this rank is not part of its parameter's mesh"
-        for at, size, placement in zip(coordinate, param.device_mesh.shape, param.placements, strict=True):
-            if getattr(placement, "dim", None) is not None:
-                index = index * size + at
-    return index
-
-
-def _mix(*numbers: int) -> int:
-    """One seed of several numbers, the same on every machine; neighbours give unrelated seeds (Knuth's LCG)."""
-    mixed = 0
-    for number in numbers:
-        mixed = ((mixed ^ number) * 6364136223846793005 + 1442695040888963407) % 2**63
-        mixed ^= mixed >> 29
-    return mixed
-
-
-@contextlib.contextmanager
-def _seeded(params: Sequence[torch.Tensor], seed: int) -> Iterator[None]:
-    cuda = sorted({param.device.index or 0 for param in params if param.device.type == "cuda"})
-    with torch.random.fork_rng(devices=cuda):
-        torch.manual_seed(seed)
-        yield
-
-
-def _eager_off_cuda(params: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
-    if all(param.device.type == "cuda" for param in params):
-        return contextlib.nullcontext()
-    return cast(contextlib.AbstractContextManager[Any], torch.compiler.set_stance("force_eager"))

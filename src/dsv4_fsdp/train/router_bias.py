@@ -143,7 +143,7 @@ class RouterBalance:
             for bias, direction in zip(self._biases, directions, strict=True):
                 bias.add_(direction.to(bias.device, bias.dtype), alpha=self._rate)
         self._counts = [None] * len(self._biases)
-        busiest = (counts.amax(1) * self.num_experts / totals.squeeze(1)).tolist()
+        busiest = (counts.amax(1).double() * self.num_experts / totals.squeeze(1)).tolist()
         return RouterLoad(dict(zip(self.router_fqns, busiest, strict=True)))
 
     def remove(self) -> None:

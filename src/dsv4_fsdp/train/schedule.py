@@ -28,6 +28,7 @@ def learning_rate(step: int, *, steps: int, settings: OptimizerSettings) -> floa
     ``step`` past the end has the rate of the last step.
     """
     rising = warmup_steps(steps, settings)
+    step = min(step, steps - 1)
     if step < rising:
         return settings.lr * (step + 1) / rising
     last = steps - 1
@@ -37,6 +38,6 @@ def learning_rate(step: int, *, steps: int, settings: OptimizerSettings) -> floa
     if settings.schedule == "wsd":
         # The last stable step is where the line starts, so that the first falling step is below lr already.
         first = max(rising, steps - round(settings.decay_fraction * steps) - 1)
-    done = min(1.0, max(0, step - first) / max(1, last - first))
+    done = max(0, step - first) / max(1, last - first)
     share = 0.5 * (1 + math.cos(math.pi * done)) if settings.schedule == "cosine" else 1 - done
     return settings.lr * (settings.final_lr_fraction + (1 - settings.final_lr_fraction) * share)
