@@ -1,11 +1,20 @@
 """The errors that this package raises for its user's mistakes.
 
     Dsv4FsdpError
-    ├── ContractError    which tensors must be fp32, and whether they still are (also a ValueError)
-    ├── CheckpointError  a checkpoint that cannot be read as the model it should be (also a ValueError)
-    ├── ShardingError    a unit that cannot be built or would compute something else (also a ValueError)
-    ├── UnsupportedTorch the installed torch lacks what the engine stands on (also a RuntimeError)
-    └── UnsupportedLibrary (in integrations) a library whose internals are not those that a patch knows (likewise)
+    ├── ContractError        which tensors must be fp32, and whether they still are
+    ├── CheckpointError      a checkpoint, of a model or of a run, that is damaged, another's, or cannot be written
+    ├── ShardingError        a unit that cannot be built or would compute something else
+    ├── UnsupportedTorch     the installed torch lacks what the engine stands on
+    ├── UnsupportedLibrary   (integrations) a library whose internals are not those that a patch knows
+    ├── DataError            (data) what is wrong with training data, with file and line
+    ├── ConfigError          (train.config) settings that cannot be, all of them at once
+    ├── ModelError           (train.build_model) a model that cannot be built as the settings say
+    ├── OptimizerError, MuonError, RouterBiasError, GradientError      (train) parts of a step that do not fit together
+    ├── MissingGradients, TooManySkippedSteps, AuditFailed             (train) a run that must not go on
+    ├── RanksDiffer, RanksMissing                                      (train.ranks) ranks that are not one run
+    ├── ExportError          (export) an export that is not the trained model
+    ├── SettingsError        (planner) a cluster or settings that cannot be planned
+    └── RunDataError         (report) a run's folder that cannot be read
 
 Each message says what was checked, what was expected, what was found, where, and what to do. An ``AssertionError`` from
 this package is a bug of the package.
@@ -27,7 +36,7 @@ class ContractError(Dsv4FsdpError, ValueError):
 
 
 class CheckpointError(Dsv4FsdpError, ValueError):
-    """A checkpoint is damaged, incomplete, or another model's."""
+    """A checkpoint is damaged, incomplete, or another model's, or it cannot be written."""
 
 
 class ShardingError(Dsv4FsdpError, ValueError):

@@ -47,14 +47,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from dsv4_fsdp.errors import Dsv4FsdpError
+from dsv4_fsdp.errors import CheckpointError
 from dsv4_fsdp.torch_private import first_index_of_shard
 
 __all__ = ["CheckpointError", "Piece", "load_pieces", "piece_of", "read_metadata", "save_pieces", "total_bytes"]
-
-
-class CheckpointError(Dsv4FsdpError, RuntimeError):
-    """A training checkpoint cannot be written, or is not what the run needs."""
 
 
 @dataclass(frozen=True)
