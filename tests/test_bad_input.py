@@ -96,6 +96,7 @@ BEFORE_START: dict[str, tuple[Callable[[], object], list[str], str]] = {
     "model config is no JSON": (write("model/config.json", "{"), [], "model.path: config.json of model is no JSON"),
     "model without weights": (remove("model/model.safetensors"), [], "model.path: model holds no *.safetensors"),
     "no data": (remove("data.jsonl"), [], "data.path: there is no file 'data.jsonl'"),
+    "empty data": (write("data.jsonl", ""), [], "data.path: 'data.jsonl' is empty"),
     "data of another kind": (no_change, ["--data.path", "run.yaml"], "data.path: "),
     "no template": (no_change, ["--data.template", "no.jinja"], "data.template: there is no file 'no.jinja'"),
     "no tokenizer": (no_change, ["--data.tokenizer", "tok"], "data.tokenizer: there is no folder 'tok'"),
@@ -156,7 +157,7 @@ def test_settings_that_do_not_fit_the_world_start_nothing(
 
 
 def append(text: str) -> Callable[[], object]:
-    return lambda: Path("data.jsonl").open("a").write(text)
+    return lambda: Path("data.jsonl").write_text(Path("data.jsonl").read_text() + text)
 
 
 def cut() -> None:
@@ -208,12 +209,11 @@ def small_vocabulary() -> None:
 
 
 IN_RANKS: dict[str, tuple[Callable[[], object], list[str]]] = {
-    "JSON broken at a line": (append('{"messages": [\n'), ["data.jsonl, line 9: "]),
+    "JSON broken at a line": (append('{"messages": [\n'), ["data.jsonl:9: "]),
     "roles in the wrong order": (
         append('{"messages": [{"role": "assistant", "content": "x"}]}\n'),
-        ["data.jsonl, line 9: "],
+        ["data.jsonl:9: "],
     ),
-    "empty data": (write("data.jsonl", ""), ["data.path: 'data.jsonl' "]),
     "a file cut short": (cut, ["model.safetensors: expected", "(truncated-file)"]),
     "a tensor missing": (change_weights(drop_tensor), ["model.layers.1.self_attn.q_a_proj.weight", "(missing-tensor)"]),
     "an island downcast": (change_weights(downcast), ["model.layers.0.attn_hc.fn", "(island-downcast)"]),
