@@ -25,6 +25,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -306,7 +307,7 @@ def _build(run: _Run, latest: SavedCheckpoint | None) -> ShardedModel:
         origin = str(source or f"seed {config.seed}") if latest is None else str(latest.path)
         say(f"model  {kind}, {num_parameters:,} parameters, from {origin}")
         for line in _describe_data(run.batches):
-            say(f"data   {line}")
+            say(textwrap.fill(f"data   {line}", 100, subsequent_indent=" " * 7))
         say(f"plan   {len(plan.units)} units, the same on all ranks: {plan.hash[:16]}")
         report = fill(sharded, config, ranks.device, reader=reader, later=latest is not None)
     if report is not None:
