@@ -30,9 +30,11 @@ __all__ = ["Sight", "windowed_attention"]
 
 # Queries per block. A block looks at block + window keys, half of the block's triangle and of the window's for nothing:
 # smaller blocks waste less, larger ones make larger matrix products (of heads * block rows).
-_BLOCK = 64
-# Scores of one chunk, in elements. The temporaries of a chunk are a few times this; more would leave a CPU's caches.
-_CHUNK_ELEMENTS = 2**21
+_BLOCK = 32
+# Scores of one chunk, in elements; the temporaries of a chunk are a few times this. On a CPU more would leave the
+# caches; elsewhere it is a guess at what hides the launches (128 MB in fp32), never measured.
+_CHUNK_ELEMENTS_ON_CPU = 2**20
+_CHUNK_ELEMENTS = 2**25
 # With an indexer's choice of k entries, a chunk that can see up to this many times k entries computes the scores of all
 # of them and masks those not chosen. From there on it gathers the k: a product with keys that all queries share is
 # several times cheaper per key than one with keys of one's own.
@@ -114,6 +116,7 @@ class _Shape:
         self.entries = sight.num_entries
         self.local = keys.shape[1] - self.entries
         self.past = self.local - self.queries
+        self.chunk_elements = _CHUNK_ELEMENTS_ON_CPU if query.device.type == "cpu" else _CHUNK_ELEMENTS
         self.block = min(_BLOCK, self.queries)
         self.reach = -(-sight.window // self.block) * self.block
         self.span = self.block + self.reach
@@ -129,7 +132,7 @@ class _Shape:
             width = self.heads * (self.span + (self.choices or 0 if gathers else entries))
             if gathers:
                 width = max(width, (self.choices or 0) * self.dim)
-            blocks = max(1, _CHUNK_ELEMENTS // (self.batch * width * self.block))
+            blocks = max(1, self.chunk_elements // (self.batch * width * self.block))
             end = min(self.queries, begin + blocks * self.block)
             gathers, entries = self._entries_before(end)
             yield _Chunk(begin, end, -(-(end - begin) // self.block), entries, gathers)
@@ -188,12 +191,20 @@ class _Operands:
         part = _pad(tensor[:, chunk.begin : chunk.end], 1, chunk.num_blocks * self.shape.block)
         return part.unflatten(1, (chunk.num_blocks, self.shape.block))
 
+    def scores(self, rows: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """``[N, R, D]``, ``[N, K, D]`` -> ``[N, R, K]`` in the compute dtype.
+
+        The product scales what it has summed up, before it rounds to the dtype of its inputs: one rounding where eager
+        has two.
+        """
+        return _product(rows, keys.transpose(-1, -2), self.scale).to(self.compute_dtype)
+
     def local(self, rows: torch.Tensor, chunk: _Chunk) -> _Group:
         """The chunk's scores with its local keys, ``-inf`` where there is nothing to see."""
         shape, sight = self.shape, self.sight
         stop = chunk.begin + chunk.num_blocks * shape.block + shape.reach
         keys = self.padded[:, chunk.begin : stop].unfold(1, shape.span, shape.block).transpose(-1, -2)
-        scores = torch.matmul(rows, keys.transpose(-1, -2)).to(self.compute_dtype).mul_(self.scale)
+        scores = self.scores(rows.flatten(0, 1), keys.flatten(0, 1)).unflatten(0, rows.shape[:2])
         view = scores.unflatten(2, (shape.heads, shape.block))
         sees = self.band & self.real[:, chunk.begin : stop].unfold(1, shape.span, shape.block).unsqueeze(2)
         if sight.start is not None:
@@ -212,7 +223,7 @@ class _Operands:
         if chunk.gathers:
             return self._gathered(rows, chunk)
         keys = self.compressed[:, : chunk.num_entries]
-        scores = torch.matmul(rows.flatten(1, 2), keys.transpose(-1, -2)).to(self.compute_dtype).mul_(self.scale)
+        scores = self.scores(rows.flatten(1, 2), keys)
         view = scores.unflatten(1, (chunk.num_blocks, shape.heads, shape.block))
         if sight.choice is not None:
             choice = self.per_query(sight.choice, chunk).long()
@@ -222,10 +233,14 @@ class _Operands:
             sees = sees.scatter_(-1, torch.where(choice < 0, none, choice), True)[..., :-1]
         else:
             assert sight.visible is not None
-            index = torch.arange(chunk.num_entries, device=rows.device)
+            # Entries complete before the chunk are visible to all of it, if there is but one document.
+            common = chunk.begin // sight.rate if sight.rate is not None and sight.first is None else 0
+            index = torch.arange(common, chunk.num_entries, device=rows.device)
             sees = index < self.per_query(sight.visible, chunk).unsqueeze(-1)
             if sight.first is not None:
                 sees = sees & (index >= self.per_query(sight.first, chunk).unsqueeze(-1))
+            view[..., common:].masked_fill_(~sees.unsqueeze(2), -torch.inf)
+            return _Group(keys, scores, view, None)
         view.masked_fill_(~sees.unsqueeze(2), -torch.inf)
         return _Group(keys, scores, view, None)
 
@@ -239,8 +254,7 @@ class _Operands:
         index = (torch.where(chosen, choice, 0) + row_offset).flatten()
         keys = self.compressed.reshape(-1, shape.dim).index_select(0, index)
         keys = keys.unflatten(0, (-1, choice.shape[-1]))
-        scores = torch.matmul(self.by_query(rows, chunk), keys.transpose(-1, -2))
-        scores = scores.to(self.compute_dtype).mul_(self.scale)
+        scores = self.scores(self.by_query(rows, chunk), keys)
         view = scores.unflatten(0, (shape.batch, chunk.num_blocks, shape.block)).transpose(2, 3)
         view.masked_fill_(~chosen.unsqueeze(2), -torch.inf)
         return _Group(keys, scores, view, index)
@@ -254,17 +268,36 @@ class _Operands:
         view = by_query.unflatten(0, (self.shape.batch, chunk.num_blocks, self.shape.block))
         return view.transpose(2, 3).flatten(2, 3)
 
-    def weighted(self, local: torch.Tensor, entry: torch.Tensor | None, groups: tuple[_Group, _Group | None],
-                 chunk: _Chunk) -> torch.Tensor:
-        """Sum of the chunk's keys with these weights (rows of either group), ``[B, blocks, H * Q, D]``."""
+    def weighted(
+        self,
+        near_rows: torch.Tensor,
+        far_rows: torch.Tensor | None,
+        groups: tuple[_Group, _Group | None],
+        chunk: _Chunk,
+        *,
+        factor: float = 1.0,
+    ) -> torch.Tensor:
+        """``factor`` times the sum of keys with these weights (rows of the groups): ``[B, blocks, H * Q, D]``."""
         near, far = groups
-        total = torch.matmul(local, near.keys)
-        if far is None or entry is None:
+        total = _product(near_rows.flatten(0, 1), near.keys.flatten(0, 1), factor).unflatten(0, near_rows.shape[:2])
+        if far is None or far_rows is None:
             return total
         if far.index is not None:
-            return total + self.from_query(torch.matmul(entry, far.keys), chunk)
-        added = torch.baddbmm(total.flatten(1, 2), entry, far.keys)
-        return added.unflatten(1, total.shape[1:3])
+            return total + self.from_query(_product(far_rows, far.keys, factor), chunk)
+        return torch.baddbmm(total.flatten(1, 2), far_rows, far.keys, alpha=factor).unflatten(1, total.shape[1:3])
+
+
+def _product(left: torch.Tensor, right: torch.Tensor, factor: float) -> torch.Tensor:
+    """``factor * left @ right`` over a batch, scaled before it is rounded."""
+    return torch.baddbmm(left.new_empty(()), left, right, beta=0, alpha=factor)
+
+
+def _weight_and_score_grads(
+    weights: torch.Tensor, grad_rows: torch.Tensor, score_grads: torch.Tensor, rows: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """The gradient of a batch of keys, as values and as keys: ``weights.T @ grad_rows + scale * score_grads.T @ rows``."""
+    total = torch.bmm(weights.transpose(-1, -2), grad_rows)
+    return torch.baddbmm(total, score_grads.transpose(-1, -2), rows, alpha=scale)
 
 
 def _pad(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:
@@ -354,27 +387,35 @@ class _WindowedAttention(torch.autograd.Function):
                         far_grads = torch.matmul(by_query, far.keys.transpose(-1, -2)).to(dtype)
                         grad_far = far_grads.unflatten(0, (shape.batch, chunk.num_blocks, shape.block)).transpose(2, 3)
                     shared += (far.view * grad_far).sum(-1)
-                    grad_far.sub_(shared.unsqueeze(-1)).mul_(far.view).mul_(ctx.scale)
+                    grad_far.sub_(shared.unsqueeze(-1)).mul_(far.view)
                     far_grads = far_grads.to(query.dtype)
-                grad_near.sub_(shared.unsqueeze(-1)).mul_(near.view).mul_(ctx.scale)
+                grad_near.sub_(shared.unsqueeze(-1)).mul_(near.view)
                 near_grads = grad_weights.to(query.dtype)
                 grad_sinks -= (torch.exp(sink - log_total) * shared).sum((0, 1, 3))
 
-                grad_part = operands.weighted(near_grads, far_grads, groups, chunk)
+                grad_part = operands.weighted(near_grads, far_grads, groups, chunk, factor=ctx.scale)
                 grad_query[:, :, chunk.begin : chunk.end] = operands.unrows(grad_part, chunk)
-                grad_keys = torch.matmul(near_grads.transpose(-1, -2), rows)
-                grad_keys = grad_keys + torch.matmul(near.rows.to(query.dtype).transpose(-1, -2), grad_rows)
-                _overlap_add(grad_padded, grad_keys, chunk, shape)
+                near_rows = near.rows.to(query.dtype).flatten(0, 1)
+                grad_keys = _weight_and_score_grads(
+                    near_rows, grad_rows.flatten(0, 1), near_grads.flatten(0, 1), rows.flatten(0, 1), ctx.scale
+                )
+                _overlap_add(grad_padded, grad_keys.unflatten(0, rows.shape[:2]), chunk, shape)
                 if far is not None and far_grads is not None:
-                    weights = far.rows.to(query.dtype)
+                    far_rows = far.rows.to(query.dtype)
                     if far.index is None:
-                        both = torch.matmul(far_grads.transpose(-1, -2), rows.flatten(1, 2))
-                        both = torch.baddbmm(both, weights.transpose(-1, -2), grad_rows.flatten(1, 2))
-                        grad_entries[:, : chunk.num_entries] += both
+                        grad_keys = _weight_and_score_grads(
+                            far_rows, grad_rows.flatten(1, 2), far_grads, rows.flatten(1, 2), ctx.scale
+                        )
+                        grad_entries[:, : chunk.num_entries] += grad_keys
                     else:
-                        both = torch.matmul(far_grads.transpose(-1, -2), operands.by_query(rows, chunk))
-                        both = torch.baddbmm(both, weights.transpose(-1, -2), operands.by_query(grad_rows, chunk))
-                        grad_entries.view(-1, shape.dim).index_add_(0, far.index, both.flatten(0, 1).to(dtype))
+                        grad_keys = _weight_and_score_grads(
+                            far_rows,
+                            operands.by_query(grad_rows, chunk),
+                            far_grads,
+                            operands.by_query(rows, chunk),
+                            ctx.scale,
+                        )
+                        grad_entries.view(-1, shape.dim).index_add_(0, far.index, grad_keys.flatten(0, 1).to(dtype))
         unseen = max(0, -operands.front)
         grad_local = grad_padded[:, max(0, operands.front) :][:, : shape.local - unseen]
         grad = torch.cat([F.pad(grad_local, (0, 0, unseen, 0)), grad_entries], dim=1).to(keys.dtype)
