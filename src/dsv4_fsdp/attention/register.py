@@ -175,9 +175,7 @@ def _attend(
             f"{IMPLEMENTATION} has no dropout.\nexpected: attention_dropout=0.0 in the config\ngot: {dropout}\n"
             'what to do: set it to 0.0, as the released models have it, or use attn_implementation="eager".'
         )
-    output = windowed_attention(
-        query, key.squeeze(1), s_aux, scale=scaling, sight=attention_mask.sight(sliding_window)
-    )
+    output = windowed_attention(query, key.squeeze(1), s_aux, scale=scaling, sight=attention_mask.sight(sliding_window))
     return output, None
 
 
