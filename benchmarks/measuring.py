@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch.profiler import ProfilerActivity, profile
 
 __all__ = ["Measured", "growth_exponent", "measure_alternating", "peak_bytes", "table"]
@@ -33,7 +32,8 @@ def peak_bytes(run: Callable[[], object]) -> int:
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
-    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
+    assert profiler.profiler is not None
+    assert profiler.profiler.kineto_results is not None
     changes = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     now = highest = 0
     for event in sorted(changes, key=lambda event: event.start_ns()):

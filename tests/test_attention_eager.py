@@ -41,7 +41,7 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks, chunks and score blocks small enough that these lengths have several of each."""
     monkeypatch.setattr(windowed, "_BLOCK", 8)
     monkeypatch.setattr(windowed, "_CHUNK_ELEMENTS_ON_CPU", 4000)
-    monkeypatch.setattr(compressors, "_SCORE_ELEMENTS", 2000)
+    monkeypatch.setattr(compressors, "_SCORE_ELEMENTS_ON_CPU", 2000)
 
 
 @pytest.mark.parametrize("kind", LAYER_TYPES)
@@ -122,9 +122,9 @@ def test_the_future_changes_nothing(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", LAYER_TYPES)
 def test_no_tensor_grows_with_the_square_of_the_sequence(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward and backward: four times the tokens, at most four times the largest tensor (of 1024 tokens: eager's 5M)."""
+    """Forward and backward: four times the tokens, at most four times the largest tensor."""
     monkeypatch.setattr(windowed, "_CHUNK_ELEMENTS_ON_CPU", 2**16)
-    monkeypatch.setattr(compressors, "_SCORE_ELEMENTS", 2**16)
+    monkeypatch.setattr(compressors, "_SCORE_ELEMENTS_ON_CPU", 2**16)
     layer, rope = attention_layer(kind)
     ours = as_windowed(layer)
     largest = {}

@@ -101,7 +101,7 @@ def chunked_cross_entropy(
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk_tokens: int
     ) -> torch.Tensor:
         with torch.autocast(hidden.device.type, enabled=False):
@@ -213,8 +213,8 @@ def with_chunked_loss(model: nn.Module, *, chunk_tokens: int = _CHUNK_TOKENS) ->
 
 
 def _head_of(model: nn.Module) -> nn.Linear:
-    get_head = getattr(model, "get_output_embeddings", None)
-    head = get_head() if callable(get_head) else None
+    get_head: Any = getattr(model, "get_output_embeddings", None)
+    head: Any = get_head() if callable(get_head) else None
     if isinstance(head, nn.Linear) and head.bias is None:
         return head
     raise ChunkedLossError(
@@ -228,11 +228,11 @@ def _head_of(model: nn.Module) -> nn.Linear:
 def _forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Within the context ``module`` runs ``forward`` in place of its own, between the hooks that it has."""
     before = module.__dict__.get("forward")
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward
     try:
         yield
     finally:
         if before is None:
             del module.forward
         else:
-            module.forward = before  # type: ignore[method-assign]
+            module.forward = before

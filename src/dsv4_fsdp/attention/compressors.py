@@ -11,6 +11,7 @@ than the indexer may choose, it does not run at all.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +22,9 @@ from .documents import Documents
 
 __all__ = ["Entries", "choose_entries", "compress_heavily", "compress_sparsely"]
 
-# Index scores of one block, in elements ([B, queries, heads, T]).
-_SCORE_ELEMENTS = 2**22
+# Index scores of one block, in elements ([B, queries, heads, T]); see windowed.py for the two of them.
+_SCORE_ELEMENTS_ON_CPU = 2**21
+_SCORE_ELEMENTS = 2**26
 
 
 class Entries(NamedTuple):
@@ -54,12 +56,11 @@ def compress_heavily(
 def compress_sparsely(
     compressor: Any,
     hidden_states: torch.Tensor,
-    q_residual: torch.Tensor,
     position_ids: torch.Tensor,
     documents: Documents | None,
     cache: Any,
     *,
-    run_indexer: Any,
+    run_indexer: Callable[[], torch.Tensor],
 ) -> tuple[torch.Tensor, Entries]:
     """CSA: one entry per window and the one before, and the indexer's choice, for a ``DeepseekV4CSACompressor``.
 
@@ -93,11 +94,12 @@ def choose_entries(
     batch, num_queries, _ = hidden_states.shape
     num_entries = keys.shape[1]
     num_chosen = min(indexer.index_topk, num_entries)
+    elements = _SCORE_ELEMENTS_ON_CPU if hidden_states.device.type == "cpu" else _SCORE_ELEMENTS
     keys = keys.float().transpose(1, 2)
     cos, sin = indexer.rotary_emb(hidden_states, position_ids=position_ids, layer_type=indexer.rope_layer_type)
     scorer = indexer.scorer
     blocks = []
-    step = max(1, _SCORE_ELEMENTS // max(1, batch * indexer.num_heads * num_entries))
+    step = max(1, elements // max(1, batch * indexer.num_heads * num_entries))
     for begin in range(0, num_queries, step):
         end = min(num_queries, begin + step)
         visible = seen.visible[:, begin:end].unsqueeze(-1)
@@ -174,7 +176,7 @@ def _pooled(
 
 def _cut(tokens: torch.Tensor, rate: int, windows: Any) -> torch.Tensor:
     """``[B, S, F]`` -> ``[B, T, rate, F]``."""
-    batch, num_tokens, features = tokens.shape
+    _, num_tokens, features = tokens.shape
     if windows is None:
         return tokens[:, : num_tokens // rate * rate].unflatten(1, (-1, rate))
     index = windows.tokens.flatten(1).unsqueeze(-1).expand(-1, -1, features)

@@ -2,9 +2,9 @@
 
 Several documents in one row are told apart by ``position_ids``: where a position is not its predecessor's plus one, a
 document begins (Transformers' own rule for its sliding-window mask). A document's compressed windows count from its own
-first token and its last, incomplete one is dropped, as if it were alone. A row of ``S`` tokens has at most ``S // rate``
-windows however it is cut, so the entries get that many *slots*, filled from the left in order; slots left over hold
-finite values that no query sees. No shape depends on data.
+first token and its last, incomplete one is dropped, as if it were alone. A row of ``S`` tokens has at most
+``S // rate`` windows however it is cut, so the entries get that many *slots*, filled from the left in order; slots left
+over hold finite values that no query sees. No shape depends on data.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Documents", "DocumentWindows", "starts_a_document"]
+__all__ = ["DocumentWindows", "Documents", "starts_a_document"]
 
 
 def starts_a_document(position_ids: torch.Tensor) -> torch.Tensor:

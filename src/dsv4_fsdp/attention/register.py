@@ -264,7 +264,6 @@ def _csa(
     entries, call.entries = compress_sparsely(
         self,
         hidden_states,
-        q_residual,
         call.position_ids,
         call.documents,
         _layer_of(cache, layer_idx),

@@ -144,12 +144,16 @@ class _Shape:
 
 
 class _Group(NamedTuple):
-    """Keys of a chunk and their scores. ``view`` is the storage of ``rows``, as ``[B, blocks, H, Q, keys]``."""
+    """Keys of a chunk and their scores.
+
+    ``view`` is the storage of ``rows`` as ``[B, blocks, H, Q, keys]``. Where each query has keys of its own,
+    ``gathered`` says which entry each key is, of ``B * T``.
+    """
 
     keys: torch.Tensor
     rows: torch.Tensor
     view: torch.Tensor
-    index: torch.Tensor | None
+    gathered: torch.Tensor | None
 
 
 class _Operands:
@@ -282,7 +286,7 @@ class _Operands:
         total = _product(near_rows.flatten(0, 1), near.keys.flatten(0, 1), factor).unflatten(0, near_rows.shape[:2])
         if far is None or far_rows is None:
             return total
-        if far.index is not None:
+        if far.gathered is not None:
             return total + self.from_query(_product(far_rows, far.keys, factor), chunk)
         return torch.baddbmm(total.flatten(1, 2), far_rows, far.keys, alpha=factor).unflatten(1, total.shape[1:3])
 
@@ -295,7 +299,7 @@ def _product(left: torch.Tensor, right: torch.Tensor, factor: float) -> torch.Te
 def _weight_and_score_grads(
     weights: torch.Tensor, grad_rows: torch.Tensor, score_grads: torch.Tensor, rows: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """The gradient of a batch of keys, as values and as keys: ``weights.T @ grad_rows + scale * score_grads.T @ rows``."""
+    """The gradient of keys: as values ``weights.T @ grad_rows``, as keys ``scale * score_grads.T @ rows``."""
     total = torch.bmm(weights.transpose(-1, -2), grad_rows)
     return torch.baddbmm(total, score_grads.transpose(-1, -2), rows, alpha=scale)
 
@@ -308,7 +312,7 @@ def _pad(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:
 
 class _WindowedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         query: torch.Tensor,
         keys: torch.Tensor,
@@ -379,7 +383,7 @@ class _WindowedAttention(torch.autograd.Function):
                 far_grads = None
                 if far is not None:
                     far.view.sub_(log_total.unsqueeze(-1)).exp_()
-                    if far.index is None:
+                    if far.gathered is None:
                         far_grads = torch.matmul(grad_rows.flatten(1, 2), far.keys.transpose(-1, -2)).to(dtype)
                         grad_far = far_grads.view_as(far.view)
                     else:
@@ -402,7 +406,7 @@ class _WindowedAttention(torch.autograd.Function):
                 _overlap_add(grad_padded, grad_keys.unflatten(0, rows.shape[:2]), chunk, shape)
                 if far is not None and far_grads is not None:
                     far_rows = far.rows.to(query.dtype)
-                    if far.index is None:
+                    if far.gathered is None:
                         grad_keys = _weight_and_score_grads(
                             far_rows, grad_rows.flatten(1, 2), far_grads, rows.flatten(1, 2), ctx.scale
                         )
@@ -415,7 +419,7 @@ class _WindowedAttention(torch.autograd.Function):
                             operands.by_query(rows, chunk),
                             ctx.scale,
                         )
-                        grad_entries.view(-1, shape.dim).index_add_(0, far.index, grad_keys.flatten(0, 1).to(dtype))
+                        grad_entries.view(-1, shape.dim).index_add_(0, far.gathered, grad_keys.flatten(0, 1).to(dtype))
         unseen = max(0, -operands.front)
         grad_local = grad_padded[:, max(0, operands.front) :][:, : shape.local - unseen]
         grad = torch.cat([F.pad(grad_local, (0, 0, unseen, 0)), grad_entries], dim=1).to(keys.dtype)
