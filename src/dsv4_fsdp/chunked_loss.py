@@ -215,7 +215,7 @@ def with_chunked_loss(model: nn.Module, *, chunk_tokens: int = _CHUNK_TOKENS) ->
 def _head_of(model: nn.Module) -> nn.Linear:
     get_head: Any = getattr(model, "get_output_embeddings", None)
     head: Any = get_head() if callable(get_head) else None
-    if isinstance(head, nn.Linear) and head.bias is None:
+    if isinstance(head, nn.Linear) and getattr(head, "bias", None) is None:
         return head
     raise ChunkedLossError(
         f"{type(model).__name__} has no head for the chunked loss.\n"
