@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import transformers
-from measuring import Measured, growth_exponent, measure_alternating, table
+from measuring import Measured, growth_exponent, keep_memory, measure_alternating, table
 from transformers import DeepseekV4Config
 from transformers.masking_utils import create_sliding_window_causal_mask
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Attention, DeepseekV4RotaryEmbedding
@@ -107,6 +107,7 @@ def _cells(
 
 
 def main() -> None:
+    keep_memory()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384])
     parser.add_argument("--eager-up-to", type=int, default=4096)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
-from measuring import measure_alternating, table
+from measuring import keep_memory, measure_alternating, table
 
 from dsv4_fsdp.chunked_loss import chunked_cross_entropy
 
@@ -58,6 +58,7 @@ def _steps(
 
 
 def main() -> None:
+    keep_memory()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192])
     parser.add_argument("--vocabulary", type=int, default=16384)

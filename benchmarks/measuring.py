@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
+import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["Measured", "growth_exponent", "measure_alternating", "peak_bytes", "table"]
+__all__ = ["Measured", "growth_exponent", "keep_memory", "measure_alternating", "peak_bytes", "table"]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds of each run, and the highest sum of tensor bytes that one run allocated beyond what was there before."""
+    """CPU seconds of each run (all threads of this process), and the highest sum of tensor bytes that one allocated.
+
+    Bytes that were there before do not count.
+    """
 
     seconds: tuple[float, ...]
     peak_bytes: int
@@ -23,6 +28,17 @@ class Measured:
     @property
     def median_s(self) -> float:
         return statistics.median(self.seconds)
+
+
+def keep_memory() -> None:
+    """Start this script again under a malloc that keeps what is freed, unless it runs so already. For all sides alike.
+
+    glibc gives every tensor above 32 MB back to the system and pays for its pages again at the next use: between
+    lengths below and above that, time would grow by this and not by what is computed.
+    """
+    settings = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**33)}
+    if any(os.environ.get(name) != value for name, value in settings.items()):
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | settings)
 
 
 def peak_bytes(run: Callable[[], object]) -> int:
@@ -48,9 +64,9 @@ def measure_alternating(runs: Sequence[Callable[[], object]], *, repeats: int) -
     seconds: list[list[float]] = [[] for _ in runs]
     for _ in range(repeats):
         for run, into in zip(runs, seconds, strict=True):
-            started = time.perf_counter()
+            started = time.process_time()
             run()
-            into.append(time.perf_counter() - started)
+            into.append(time.process_time() - started)
     return [Measured(tuple(into), peak) for into, peak in zip(seconds, peaks, strict=True)]
 
 
