@@ -27,7 +27,7 @@ import json
 import logging
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +42,7 @@ from dsv4_fsdp import __version__
 from dsv4_fsdp.alignment import tie_compressors
 from dsv4_fsdp.auditing import audit
 from dsv4_fsdp.checkpoint_loading import CheckpointReader, check_checkpoint
+from dsv4_fsdp.chunked_loss import with_chunked_loss
 from dsv4_fsdp.data.batches import NOT_SUPERVISED, Batch, Batches
 from dsv4_fsdp.data.prepare import load_tokenizer, prepare
 from dsv4_fsdp.data.settings import StdlibSettings
@@ -66,7 +67,7 @@ from .stopping import StopRequests
 from .tiny_model import byte_tokenizer
 from .trackers import Trackers
 
-__all__ = ["AuditFailed", "loss_sum", "train"]
+__all__ = ["AuditFailed", "make_loss", "train"]
 
 _log = logging.getLogger("dsv4_fsdp")
 
@@ -138,7 +139,8 @@ def _train(config: TrainConfig, folder: RunFolder, ranks: Ranks, stop: StopReque
         plan_hash=sharded.plan.hash,
         source=str(source) if (source := source_of(config.model)) is not None else None,
     )
-    _audit(run, sharded)
+    loss_sum = make_loss(model, config)
+    _audit(run, sharded, loss_sum)
 
     trainable = [param for group in groups for param in group.params]
     balance = _balance(model, config)
@@ -172,7 +174,7 @@ def _train(config: TrainConfig, folder: RunFolder, ranks: Ranks, stop: StopReque
                 batch = batch.to(ranks.device)
                 if balance is not None:
                     balance.use_mask(_mask(batch))
-                loss = loss_sum(model, batch)
+                loss = loss_sum(batch)
                 (loss * scale).backward()
                 total_loss += loss.detach()
             clock.lap("compute_s")
@@ -205,7 +207,7 @@ def _train(config: TrainConfig, folder: RunFolder, ranks: Ranks, stop: StopReque
 
             eval_loss = None
             if config.evaluation.every and ((step + 1) % config.evaluation.every == 0 or is_last):
-                eval_loss = _evaluate(run, model)
+                eval_loss = _evaluate(run, model, loss_sum)
             state |= {"step": step + 1, "skipped_steps": skipped.total, "tokens": state["tokens"] + total.num_tokens}
             clock.restart()
             stops = total.stop_ranks > 0
@@ -386,7 +388,7 @@ def _balance(model: nn.Module, config: TrainConfig) -> RouterBalance | None:
     return RouterBalance(model, rate=config.router_bias_rate) if has_routers else None
 
 
-def _audit(run: _Run, sharded: ShardedModel) -> None:
+def _audit(run: _Run, sharded: ShardedModel, loss_sum: Callable[[Batch], torch.Tensor]) -> None:
     """Observe every dtype in one forward and backward, which leaves nothing behind; keep the report with the run.
 
     Raises:
@@ -401,7 +403,7 @@ def _audit(run: _Run, sharded: ShardedModel) -> None:
     if report.ok:
         with _random_state_kept(run.ranks.device):
             report = audit(
-                model, plan=sharded.plan, fp32_params=sharded.islands, step=lambda: loss_sum(model, batch).backward()
+                model, plan=sharded.plan, fp32_params=sharded.islands, step=lambda: loss_sum(batch).backward()
             )
         for param in model.parameters():
             param.grad = None
@@ -432,12 +434,20 @@ def _random_state_kept(device: torch.device) -> Iterator[None]:
 # --- Steps ------------------------------------------------------------------------------------------------------------
 
 
-def loss_sum(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """The sum of token losses of one batch in fp32, a scalar; zero, with a graph, if nothing in it is supervised."""
-    logits = model(input_ids=batch.input_ids, use_cache=False).logits
-    return F.cross_entropy(
-        logits.flatten(0, 1).float(), batch.labels.flatten(), ignore_index=NOT_SUPERVISED, reduction="sum"
-    )
+def make_loss(model: nn.Module, config: TrainConfig) -> Callable[[Batch], torch.Tensor]:
+    """A function that runs one batch and returns the sum of its token losses: an fp32 scalar, zero with a graph if
+    nothing in the batch is supervised."""
+    if config.model.loss == "chunked":
+        chunked = with_chunked_loss(model)
+        return lambda batch: chunked(batch.input_ids, batch.labels).loss_sum
+
+    def stock(batch: Batch) -> torch.Tensor:
+        logits = model(input_ids=batch.input_ids, use_cache=False).logits
+        return F.cross_entropy(
+            logits.flatten(0, 1).float(), batch.labels.flatten(), ignore_index=NOT_SUPERVISED, reduction="sum"
+        )
+
+    return stock
 
 
 def _mask(batch: Batch) -> torch.Tensor:
@@ -447,13 +457,13 @@ def _mask(batch: Batch) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _evaluate(run: _Run, model: nn.Module) -> float:
+def _evaluate(run: _Run, model: nn.Module, loss_sum: Callable[[Batch], torch.Tensor]) -> float:
     """Mean loss over the evaluation's tokens of all ranks, each of which runs the same number of batches."""
     totals = torch.zeros(2, dtype=torch.float64, device=run.ranks.device)
     model.eval()
     for batch in run.batches.eval_batches(run.ranks.rank, run.ranks.world_size):
         on_device = batch.to(run.ranks.device)
-        totals[0] += loss_sum(model, on_device)
+        totals[0] += loss_sum(on_device)
         totals[1] += batch.num_supervised
     model.train()
     dist.all_reduce(totals)
@@ -503,6 +513,8 @@ def _export(run: _Run, sharded: ShardedModel) -> None:
     batch = run.batches.micro_batches(0, rank=0, world_size=run.ranks.world_size)[0]
     tokens = batch.input_ids[:1, : min(int(batch.lengths[0]), _LONGEST_CHECK_TOKENS)]
     prompt = "def " if isinstance(run.config.data, StdlibSettings) else run.tokenizer.decode(tokens[0, :16])
+    # Whoever loads the export computes with Transformers' attention, and must get these bits.
+    sharded.model.set_attn_implementation("eager")  # type: ignore[operator]
     export = publish_export(
         sharded.model,
         run.folder,
