@@ -23,6 +23,7 @@ import functools
 import json
 import math
 import struct
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ __all__ = [
     "released_model",
     "rewrite",
     "sparse_flash_checkpoint",
+    "training_checkpoint",
     "transformers_checkpoint",
     "write_sparse",
 ]
@@ -259,6 +261,38 @@ def _mtp_tensors(state: dict[str, torch.Tensor], scale_dtype: torch.dtype) -> di
     for name in ("enorm", "hnorm", "norm"):
         tensors[f"mtp.0.{name}.weight"] = torch.rand(hidden_size, generator=generator).bfloat16()
     return tensors | {f"mtp.0.{name}": state[name].clone() for name in ("hc_head_fn", "hc_head_base", "hc_head_scale")}
+
+
+# --- What the trainer saves ------------------------------------------------------------------------------------------
+
+
+def training_checkpoint(
+    folder: Path, model: Any, *, source: Path | None = None, state: dict[str, torch.Tensor] | None = None
+) -> Path:
+    """A training checkpoint of ``model`` (or a ``PeftModel``), as the trainer lays it out; returns ``folder``.
+
+    ``state`` (by default the model's) is saved by the real ``torch.distributed.checkpoint``, beside an optimizer's.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    from dsv4_fsdp.train.tiny_model import byte_tokenizer
+
+    is_peft = hasattr(model, "peft_config")
+    base = model.get_base_model() if is_peft else model
+    values: dict[str, Any] = {f"model.{name}": t.detach() for name, t in (state or model.state_dict()).items()}
+    values |= {"optimizer.state.lm_head.weight.step": torch.tensor(3.0), "progress": {"position": 7}}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.save(values, checkpoint_id=folder / "state", no_dist=True)
+    base.config.save_pretrained(folder / "model")
+    base.generation_config.save_pretrained(folder / "model")
+    byte_tokenizer().save_pretrained(folder / "model")
+    if is_peft:
+        model.peft_config["default"].save_pretrained(folder / "model")
+    (folder / "config.yaml").write_text("preset: tiny\n")
+    manifest = {"format": 1, "step": 100, "source": None if source is None else str(source)}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
 
 
 # --- The real size, without data --------------------------------------------------------------------------------------

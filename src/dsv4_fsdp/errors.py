@@ -4,6 +4,7 @@
     ├── ContractError    which tensors must be fp32, and whether they still are (also a ValueError)
     ├── CheckpointError  a checkpoint that cannot be read as the model it should be (also a ValueError)
     ├── ShardingError    a unit that cannot be built or would compute something else (also a ValueError)
+    ├── ExportError      an export that cannot be made, or is not the trained model (also a RuntimeError)
     ├── UnsupportedTorch the installed torch lacks what the engine stands on (also a RuntimeError)
     └── UnsupportedLibrary (in integrations) a library whose internals are not those that a patch knows (likewise)
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["CheckpointError", "ContractError", "Dsv4FsdpError", "ShardingError", "UnsupportedTorch"]
+__all__ = ["CheckpointError", "ContractError", "Dsv4FsdpError", "ExportError", "ShardingError", "UnsupportedTorch"]
 
 
 class Dsv4FsdpError(Exception):
@@ -32,6 +33,10 @@ class CheckpointError(Dsv4FsdpError, ValueError):
 
 class ShardingError(Dsv4FsdpError, ValueError):
     """A sharding unit cannot be built as asked."""
+
+
+class ExportError(Dsv4FsdpError, RuntimeError):
+    """An export cannot be made, or what was written is not the trained model."""
 
 
 class UnsupportedTorch(Dsv4FsdpError, RuntimeError):
