@@ -165,7 +165,7 @@ def _quantise_fp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     blocks = weight.float().unflatten(-1, (-1, 32))
     scales = (blocks.abs().amax(-1) / 6).log2().ceil().exp2()
     scaled = blocks / scales.unsqueeze(-1)
-    codes = (scaled.abs().unsqueeze(-1) - _E2M1).abs().argmin(-1) + 8 * (scaled < 0)
+    codes = (scaled.abs().unsqueeze(-1) - _E2M1).abs().argmin(-1) + 8 * scaled.signbit()
     codes = codes.flatten(-2).to(torch.uint8)
     return (codes[:, 0::2] | codes[:, 1::2] << 4).view(torch.int8), scales
 
@@ -174,7 +174,7 @@ def _dequantise(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """The weight in fp32, ``(rows, cols)``."""
     if values.dtype == torch.int8:
         codes = torch.stack([values.view(torch.uint8) & 15, values.view(torch.uint8) >> 4], dim=-1).flatten(-2).long()
-        weight = _E2M1[codes % 8] * torch.where(codes >= 8, -1.0, 1.0)
+        weight = _E2M1[codes % 8] * torch.where(codes >= 8, -1.0, 1.0)  # -0.0 among them
         return weight * scales.repeat_interleave(32, dim=1)
     spread = scales.repeat_interleave(128, dim=0).repeat_interleave(128, dim=1)
     return values.float() * spread[: values.shape[0], : values.shape[1]]

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from torch import nn
 
 from dsv4_fsdp.errors import ExportError, listing
 
-from .trained_tensors import TrainedTensors
+from .trained_tensors import TrainedTensors, training_name
 
 __all__ = ["Reloaded", "quiet_transformers", "refuse_what_stock_refuses", "reload_with_stock", "verify"]
 
@@ -110,9 +111,9 @@ def _rebuilt(trained: TrainedTensors, folder: Path, adapter: Any) -> Any:
     if adapter is not None:
         from peft import get_peft_model
 
-        model = get_peft_model(model, adapter.peft_config["default"])
-    from .trained_tensors import training_name
-
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # as in adapter.peft_model_of
+            model = get_peft_model(model, adapter.peft_config["default"])
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             if (known := training_name(name)) in trained.specs:

@@ -111,7 +111,7 @@ def write_model(
     """Write a checkpoint into the empty ``folder`` and check it by its headers. On one rank.
 
     Args:
-        trained: what training left. Its tensors are read once each, in the order of ``trained.specs``.
+        trained: what training left. Its tensors are read at most once each, in the order of ``trained.specs``.
         prepare: puts ``config.json`` of the model, and what else is to be there (tokenizer), into the folder. What the
             config says about dtypes and quantisation is made to fit afterwards.
         source: the checkpoint that training started from, if it is known.
@@ -131,7 +131,7 @@ def write_model(
     origin = SourceCheckpoint(source, known) if source is not None else None
     export = _Export(trained, folder, model, known, layout, origin, dtype, max_shard_bytes)
     export.refuse_full_disk()
-    for _, names in groupby(trained.specs, key=lambda name: name.rpartition(".")[0]):
+    for _, names in groupby(export.names(), key=lambda name: name.rpartition(".")[0]):
         export.write_module(list(names))
     if origin is not None and with_mtp:
         export.write_not_loaded(origin)
@@ -192,6 +192,15 @@ class _Export:
                 f"got: {free / 1e9:,.1f} GB free\nwhere: {self.folder.parent}\n"
                 "what to do: make room, or export to another disk."
             )
+
+    def names(self) -> Iterator[str]:
+        """The model's tensors to write: of a tied parameter the first name, and others that the source has too."""
+        seen: set[str] = set()
+        for name in self.trained.specs:
+            is_again = not seen.isdisjoint(self.known.tied.get(name, ()))
+            if not is_again or (self.origin is not None and name in self.origin.names_of):
+                seen.add(name)
+                yield name
 
     # --- One module ---------------------------------------------------------------------------------------------------
 
@@ -309,6 +318,7 @@ class _Export:
         config: dict[str, Any] = json.loads(path.read_text())
         config["dtype"] = str(self._main_dtype()).removeprefix("torch.")
         config.pop("torch_dtype", None)
+        config.setdefault("architectures", [type(self.model).__name__])
         config.pop("quantization_config", None)
         config.pop("expert_dtype", None)
         if not self.counts.not_loaded and "num_nextn_predict_layers" in config:
