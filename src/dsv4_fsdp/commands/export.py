@@ -67,11 +67,19 @@ def export(
             check=verify,
         )
     except (Dsv4FsdpError, OSError) as error:
-        # One line, as of any wrong input: what was checked, expected, got, where, what to do.
-        text = "; ".join(line.strip() for line in str(error).splitlines())
-        print(f"error: {text}", file=sys.stderr)
+        print(f"error: {_one_line(str(error))}", file=sys.stderr)
         raise typer.Exit(2) from None
     print("\n".join(_report(exported, to)))
+
+
+def _one_line(message: str) -> str:
+    """What was checked, expected, got, where and what to do, after one another; a list with commas."""
+    first, *others = (line.strip() for line in message.splitlines())
+    text = first.removesuffix(".")
+    for line in others:
+        item = line.removeprefix("- ")
+        text += f" {item}" if text.endswith(":") else f", {item}" if item != line else f"; {line}"
+    return text
 
 
 def _report(exported: Exported, target: Path) -> list[str]:

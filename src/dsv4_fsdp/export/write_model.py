@@ -188,8 +188,8 @@ class _Export:
         free = shutil.disk_usage(self.folder).free
         if free < needed:
             raise ExportError(
-                f"the disk is too full for the export.\nexpected: at least {needed / 1e9:,.1f} GB\n"
-                f"got: {free / 1e9:,.1f} GB free\nwhere: {self.folder.parent}\n"
+                f"the disk is too full for the export.\nexpected: at least {needed / 1e9:,.3f} GB\n"
+                f"got: {free / 1e9:,.3f} GB free\nwhere: {self.folder.parent}\n"
                 "what to do: make room, or export to another disk."
             )
 
