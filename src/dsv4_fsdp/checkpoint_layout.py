@@ -185,7 +185,6 @@ def model_of_folder(folder: Path) -> torch.nn.Module:
     return model
 
 
-
 def missing_parts(
     expected: Iterable[ExpectedTensor],
     found: Mapping[str, list[tuple[str, Source]]],

@@ -26,11 +26,23 @@ from dsv4_fsdp.names import canonical_name
 
 from .safetensors_writer import SafetensorsWriter
 from .source_checkpoint import SourceCheckpoint
-from .trained_tensors import Spec, TrainedTensors, training_name
+from .trained_tensors import Spec, TrainedTensors
 
-__all__ = ["ADAPTER_CONFIG", "MergedTensors", "SourceTensors", "adapter_keys", "peft_model_of", "write_adapter"]
+__all__ = [
+    "ADAPTER_CONFIG",
+    "ISLANDS_FILE",
+    "MergedTensors",
+    "SourceTensors",
+    "adapter_keys",
+    "peft_model_of",
+    "write_adapter",
+]
 
 ADAPTER_CONFIG = "adapter_config.json"
+ISLANDS_FILE = "islands.json"
+"""In a training checkpoint's ``model/``: names, or parts of names, of fp32 islands beyond the model's class list."""
+
+_PREFIX = "base_model.model."
 _ADAPTER_FILE = "adapter_model.safetensors"
 
 
@@ -50,14 +62,20 @@ def peft_model_of(folder: Path) -> Any:
 
 
 def adapter_keys(peft_model: Any) -> dict[str, str]:
-    """Key in ``adapter_model.safetensors`` -> name of the tensor in the trained model, as peft says."""
+    """Key in ``adapter_model.safetensors`` -> name of the tensor in the trained model, as peft says.
+
+    Also of a model with adapters injected: its keys get the prefix under which a ``PeftModel`` looks for them.
+    """
     from peft import get_peft_model_state_dict
 
     state = dict(peft_model.state_dict(keep_vars=True))
     names = {id(tensor): name for name, tensor in state.items()}
     # Not "auto": that asks a hub whether the vocabulary has been resized.
     found = get_peft_model_state_dict(peft_model, state_dict=state, save_embedding_layers=False)
-    return {key: training_name(names[id(tensor)]) for key, tensor in sorted(found.items())}
+    return {
+        key if key.startswith(_PREFIX) else _PREFIX + key: canonical_name(names[id(tensor)])
+        for key, tensor in sorted(found.items())
+    }
 
 
 def write_adapter(trained: TrainedTensors, folder: Path, *, keys: Mapping[str, str], config: Any) -> dict[str, Any]:
@@ -143,7 +161,7 @@ class MergedTensors:
         for name, _ in module.named_parameters():
             if name.startswith("lora_"):
                 owner, _, leaf = name.rpartition(".")
-                value = self._adapter.read(training_name(f"{module_name}.{name}")).float()
+                value = self._adapter.read(canonical_name(f"{module_name}.{name}")).float()
                 places.append((module.get_submodule(owner), leaf, value))
         before = [owner._parameters[leaf] for owner, leaf, _ in places]
         for owner, leaf, value in places:
@@ -160,7 +178,7 @@ class MergedTensors:
 def copy_tokenizer_files(model_folder: Path, folder: Path) -> None:
     """Everything but the model's own config files, which beside an adapter would pass for a whole model's."""
     for path in sorted(model_folder.iterdir()):
-        if path.name not in ("config.json", "generation_config.json", ADAPTER_CONFIG):
+        if path.name not in ("config.json", "generation_config.json", ADAPTER_CONFIG, ISLANDS_FILE):
             shutil.copy2(path, folder)
 
 

@@ -53,6 +53,12 @@ class TrainingCheckpoint:
         return self.folder / "model"
 
     @property
+    def islands(self) -> tuple[str, ...]:
+        """Names, or parts of names, of the run's fp32 islands beyond the model's class list."""
+        path = self.model_folder / lora.ISLANDS_FILE
+        return tuple(json.loads(path.read_text())) if path.is_file() else ()
+
+    @property
     def is_lora(self) -> bool:
         return (self.model_folder / lora.ADAPTER_CONFIG).is_file()
 
@@ -161,7 +167,7 @@ def export_checkpoint(
 
         def prepare(folder: Path) -> None:
             for file in sorted(checkpoint.model_folder.iterdir()):
-                if file.name != lora.ADAPTER_CONFIG:
+                if file.name not in (lora.ADAPTER_CONFIG, lora.ISLANDS_FILE):
                     shutil.copy2(file, folder)
 
         written = write_model(
@@ -172,6 +178,7 @@ def export_checkpoint(
             source=source,
             dtype=dtype,
             with_mtp=with_mtp,
+            islands=checkpoint.islands,
             max_shard_bytes=max_shard_bytes,
         )
         reloaded = None

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
 from dsv4_fsdp.errors import ExportError
-from dsv4_fsdp.names import canonical_name, is_adapter_name
+from dsv4_fsdp.names import canonical_name
 
 __all__ = [
     "CheckpointTensors",
@@ -32,21 +32,11 @@ __all__ = [
     "Only",
     "Spec",
     "TrainedTensors",
-    "training_name",
 ]
 
 Spec = tuple[torch.dtype, tuple[int, ...]]
 
 _MODEL_KEY = "model."
-_PEFT_PREFIX = "base_model.model."
-
-
-def training_name(fqn: str) -> str:
-    """The canonical name; an adapter's keeps ``base_layer``, which tells the nested adapters of one module apart."""
-    if not is_adapter_name(fqn):
-        return canonical_name(fqn)
-    parts = fqn.removeprefix(_PEFT_PREFIX).split(".")
-    return ".".join(part for part in parts if part == "base_layer" or canonical_name(part))
 
 
 class TrainedTensors(Protocol):
@@ -64,7 +54,7 @@ class GivenTensors:
     """Tensors that are in memory already, named as in ``model.state_dict()``."""
 
     def __init__(self, state: Mapping[str, torch.Tensor]) -> None:
-        self._state = {training_name(name): tensor for name, tensor in state.items()}
+        self._state = {canonical_name(name): tensor for name, tensor in state.items()}
         self.specs: dict[str, Spec] = {name: (t.dtype, tuple(t.shape)) for name, t in self._state.items()}
 
     def read(self, name: str) -> torch.Tensor:
@@ -84,7 +74,7 @@ class LiveTensors:
         for name, tensor in model.state_dict(keep_vars=True).items():
             if id(tensor) not in seen:
                 seen.add(id(tensor))
-                self._state[training_name(name)] = tensor
+                self._state[canonical_name(name)] = tensor
         # The shape of a DTensor is that of the whole, over all axes of its mesh.
         self.specs: dict[str, Spec] = {name: (t.dtype, tuple(t.shape)) for name, t in self._state.items()}
 
@@ -153,7 +143,7 @@ class CheckpointTensors:
         self.specs: dict[str, Spec] = {}
         for key, entry in metadata.state_dict_metadata.items():
             if key.startswith(_MODEL_KEY) and isinstance(entry, TensorStorageMetadata):
-                name = training_name(key.removeprefix(_MODEL_KEY))
+                name = canonical_name(key.removeprefix(_MODEL_KEY))
                 self._refuse_missing_shards(key, entry)
                 self._keys[name] = key
                 self.specs[name] = (entry.properties.dtype, tuple(entry.size))

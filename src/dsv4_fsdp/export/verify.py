@@ -19,8 +19,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from dsv4_fsdp.errors import ExportError, listing
+from dsv4_fsdp.names import canonical_name
 
-from .trained_tensors import TrainedTensors, training_name
+from .trained_tensors import TrainedTensors
 
 __all__ = ["Reloaded", "quiet_transformers", "refuse_what_stock_refuses", "reload_with_stock", "verify"]
 
@@ -116,7 +117,7 @@ def _rebuilt(trained: TrainedTensors, folder: Path, adapter: Any) -> Any:
             model = get_peft_model(model, adapter.peft_config["default"])
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
-            if (known := training_name(name)) in trained.specs:
+            if (known := canonical_name(name)) in trained.specs:
                 tensor.copy_(trained.read(known))
     return model.eval()
 

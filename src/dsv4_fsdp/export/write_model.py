@@ -7,7 +7,7 @@ the release layout with its FP8 or FP4 bytes and scales, in the Transformers lay
 quantised. What training changed, or has no source:
 
 - integers stay as they are;
-- fp32 islands (the model's class list, and what the source stores in fp32) are written in fp32;
+- fp32 islands (the model's class list, the run's own, and what the source stores in fp32) are written in fp32;
 - the others in the dtype asked for, or else their storage dtype, except that fp32 master weights of a parameter that
   computes in bf16 are rounded to bf16 (to nearest, ties to even): what the model computed with.
 
@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -34,6 +34,7 @@ from torch import nn
 
 from dsv4_fsdp.checkpoint_layout import CheckpointLayout, Source, missing_parts, model_of_folder
 from dsv4_fsdp.errors import ContractError, ExportError, listing
+from dsv4_fsdp.names import matches_components
 from dsv4_fsdp.safetensors_headers import read_header
 
 from .release_names import ReleaseNames
@@ -106,6 +107,7 @@ def write_model(
     source: Path | None = None,
     dtype: torch.dtype | None = None,
     with_mtp: bool = True,
+    islands: Collection[str] = (),
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> WrittenModel:
     """Write a checkpoint into the empty ``folder`` and check it by its headers. On one rank.
@@ -116,6 +118,7 @@ def write_model(
             config says about dtypes and quantisation is made to fit afterwards.
         source: the checkpoint that training started from, if it is known.
         dtype: for weights that are neither islands nor untouched, bf16 or fp32.
+        islands: names, or whole parts of names, of fp32 islands beyond the model's class list.
         with_mtp: carry over what Transformers does not load (multi-token prediction).
 
     Raises:
@@ -129,7 +132,7 @@ def write_model(
     known = CheckpointLayout(model)
     _refuse_another_model(trained, known)
     origin = SourceCheckpoint(source, known) if source is not None else None
-    export = _Export(trained, folder, model, known, layout, origin, dtype, max_shard_bytes)
+    export = _Export(trained, folder, model, known, layout, origin, dtype, tuple(islands), max_shard_bytes)
     export.refuse_full_disk()
     for _, names in groupby(export.names(), key=lambda name: name.rpartition(".")[0]):
         export.write_module(list(names))
@@ -153,6 +156,7 @@ class _Export:
         layout: Layout,
         origin: SourceCheckpoint | None,
         dtype: torch.dtype | None,
+        islands: tuple[str, ...],
         max_shard_bytes: int,
     ) -> None:
         self.trained = trained
@@ -161,6 +165,7 @@ class _Export:
         self.layout = layout
         self.origin = origin
         self.dtype = dtype
+        self.islands = islands
         self.model = model
         self.writer = SafetensorsWriter(folder, max_shard_bytes=max_shard_bytes)
         is_release_possible = layout == "release" or ReleaseNames.serves(model)
@@ -291,6 +296,8 @@ class _Export:
                     f"expected: torch.float32 ({expected.island_reason})\ngot: {stored}\nwhere: {name}\n"
                     "what to do: train it in fp32; nothing that this run saved can restore it."
                 )
+            return torch.float32
+        if stored == torch.float32 and any(matches_components(name, pattern) for pattern in self.islands):
             return torch.float32
         origin = self.origin
         if origin is not None and name in origin.names_of and not origin.is_quantised(name):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -53,12 +53,19 @@ class PublishedExport:
 
 
 def dry_export(
-    model: nn.Module, folder: RunFolder, ranks: Ranks, *, tokenizer: Any, source: Path | None = None
+    model: nn.Module,
+    folder: RunFolder,
+    ranks: Ranks,
+    *,
+    tokenizer: Any,
+    source: Path | None = None,
+    islands: Collection[str] = (),
 ) -> None:
     """Write, check, reload and delete an export of the untrained model. All ranks call it.
 
     Args:
         source: the checkpoint that the model was loaded from.
+        islands: names, or parts of names, of fp32 islands beyond the model's class list.
 
     Raises:
         ExportError: on all ranks.
@@ -70,7 +77,14 @@ def dry_export(
     def write(trained: TrainedTensors) -> None:
         target = _fresh(folder.path / ".export-dry")
         try:
-            _write(model, HeadersOnly(live) if is_large else trained, target, tokenizer=tokenizer, source=source)
+            _write(
+                model,
+                HeadersOnly(live) if is_large else trained,
+                target,
+                tokenizer=tokenizer,
+                source=source,
+                islands=islands,
+            )
             if _peft(model) is None:
                 refuse_what_stock_refuses(target, onto_meta=is_large)
         finally:
@@ -89,6 +103,7 @@ def publish_export(
     prompt: str,
     seed: int,
     source: Path | None = None,
+    islands: Collection[str] = (),
 ) -> PublishedExport | None:
     """Write the export, have it reloaded and compared, and give it its name. All ranks call it.
 
@@ -97,7 +112,7 @@ def publish_export(
     Args:
         tokens: the fixed batch to compare logits on, int64, shape ``(rows, length)``.
         prompt, seed: of the text to generate.
-        source: the checkpoint that the model was loaded from.
+        source, islands: as in ``dry_export``.
 
     Returns:
         On rank 0 what was found, elsewhere ``None``.
@@ -110,7 +125,7 @@ def publish_export(
     target = folder.path / ".export-unchecked"
 
     def write(trained: TrainedTensors) -> dict[str, int]:
-        return _write(model, trained, _fresh(target), tokenizer=tokenizer, source=source)
+        return _write(model, trained, _fresh(target), tokenizer=tokenizer, source=source, islands=islands)
 
     written = _on_first(ranks, live, _names_to_read(model, live), write)
 
@@ -187,16 +202,24 @@ def _on_first(
 
 
 def _peft(model: Any) -> Any | None:
-    """peft's config, if ``model`` is a ``PeftModel``."""
+    """peft's config, if there are adapters in ``model``."""
     configs = getattr(model, "peft_config", None)
-    return configs["default"] if isinstance(configs, dict) and hasattr(model, "get_base_model") else None
+    return configs["default"] if isinstance(configs, dict) and configs else None
 
 
 def _names_to_read(model: Any, live: LiveTensors) -> list[str]:
     return list(live.specs) if _peft(model) is None else list(adapter_keys(model).values())
 
 
-def _write(model: Any, trained: TrainedTensors, folder: Path, *, tokenizer: Any, source: Path | None) -> dict[str, int]:
+def _write(
+    model: Any,
+    trained: TrainedTensors,
+    folder: Path,
+    *,
+    tokenizer: Any,
+    source: Path | None,
+    islands: Collection[str] = (),
+) -> dict[str, int]:
     """Write the model, or its adapter, into ``folder``; the number of tensors by dtype."""
     if (config := _peft(model)) is not None:
         if source is not None:
@@ -218,7 +241,7 @@ def _write(model: Any, trained: TrainedTensors, folder: Path, *, tokenizer: Any,
             model.generation_config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
-    return write_model(trained, folder, prepare=prepare, source=source).dtypes
+    return write_model(trained, folder, prepare=prepare, source=source, islands=islands).dtypes
 
 
 def _num_bytes(tensors: TrainedTensors) -> int:
