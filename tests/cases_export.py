@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from dsv4_fsdp import keep_fp32_islands, parallelize
 from dsv4_fsdp.errors import Dsv4FsdpError
+from dsv4_fsdp.names import is_adapter_name
 from dsv4_fsdp.train import export
 from dsv4_fsdp.train.run_folder import RunFolder
 from dsv4_fsdp.train.tiny_model import build_tiny_model, byte_tokenizer
@@ -42,6 +43,32 @@ def published(path: Path, run: Path, *, reload: bool, **distributed: Any) -> Any
             seed=0,
         )
     return None if found is None else (found.reloaded, meshes)
+
+
+def published_adapter(path: Path, run: Path) -> bool | None:
+    """Inject adapters into the model at ``path``, shard it, and publish; whether it was reloaded and found equal."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    ranks = join_pool()
+    model = load(path)
+    for param in model.parameters():
+        param.requires_grad_(False)
+    config = LoraConfig(
+        r=2, target_modules=["q_a_proj"], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    )
+    inject_adapter_in_model(config, model)
+    generator = torch.Generator().manual_seed(3)
+    for name, param in model.named_parameters():
+        if is_adapter_name(name):
+            param.data = 0.1 * torch.randn(param.shape, generator=generator)
+    parallelize(model, ranks.mesh, fp32_params=["lora_A", "lora_B"])
+    tokens = torch.arange(100).unsqueeze(0)
+    tokenizer = byte_tokenizer()
+    export.dry_export(model, RunFolder(run), ranks, tokenizer=tokenizer, source=path)
+    found = export.publish_export(
+        model, RunFolder(run), ranks, tokenizer=tokenizer, tokens=tokens, prompt="", seed=0, source=path
+    )
+    return None if found is None else found.reloaded
 
 
 def failing_on_first(run: Path) -> str:

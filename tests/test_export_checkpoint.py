@@ -31,6 +31,7 @@ from dsv4_fsdp.export import Exported, export_checkpoint, find_checkpoint
 from dsv4_fsdp.export.release_names import ReleaseNames
 from dsv4_fsdp.export.source_checkpoint import same_bits
 from dsv4_fsdp.export.verify import refuse_what_stock_refuses
+from dsv4_fsdp.names import canonical_name, is_adapter_name
 from dsv4_fsdp.safetensors_headers import read_header, read_tensor_bytes
 
 ATTENTION = "model.layers.1.self_attn.q_b_proj.weight"  # FP8 of two blocks in the release
@@ -204,6 +205,18 @@ def test_master_weights_are_rounded_once_unless_fp32_is_asked_for(tmp_path: Path
     assert json.loads((tmp_path / "wide" / "config.json").read_text())["dtype"] == "float32"
 
 
+def test_a_runs_own_islands_are_no_master_weights(tmp_path: Path) -> None:
+    """``model/islands.json`` of the trainer: these stay fp32, also without a source; the file itself stays out."""
+    state = trained(EMBEDDING, ATTENTION, dtype=torch.float32)
+    run = training_checkpoint(tmp_path / "run", released_model(), state=state)
+    (run / "model" / "islands.json").write_text(json.dumps(["embed_tokens.weight"]))
+    export_checkpoint(run, tmp_path / "export", check=False)
+    tensors = loaded(tmp_path / "export")
+    assert same_bits(tensors[EMBEDDING], state[EMBEDDING])
+    assert same_bits(tensors[ATTENTION], state[ATTENTION].bfloat16())
+    assert not (tmp_path / "export" / "islands.json").exists()
+
+
 def test_mtp_tensors_are_left_out_on_request(tmp_path: Path) -> None:
     """And the config no longer promises them."""
     source = release_checkpoint(tmp_path / "source")
@@ -340,11 +353,19 @@ def lora_model() -> Any:
     return model
 
 
+def lora_state(model: Any, *, saves_base: bool) -> dict[str, torch.Tensor]:
+    """Everything under canonical names, as the trainer saves it; or the adapter alone, under peft's names."""
+    state = model.state_dict()
+    if saves_base:
+        return {canonical_name(name): tensor for name, tensor in state.items()}
+    return {name: tensor for name, tensor in state.items() if is_adapter_name(name)}
+
+
 @pytest.mark.parametrize("saves_base", [True, False], ids=["whole_state", "adapter_alone"])
 def test_a_lora_run_exports_an_adapter_that_stock_peft_loads(saves_base: bool, lora_model: Any, tmp_path: Path) -> None:
     """Its keys and dtypes are those of peft's own save; reloaded on the release it gives equal logits."""
     source = release_checkpoint(tmp_path / "source")
-    state = {n: t for n, t in lora_model.state_dict().items() if saves_base or "lora_" in n}
+    state = lora_state(lora_model, saves_base=saves_base)
     run = training_checkpoint(tmp_path / "run", lora_model, source=source, state=state)
     exported = export_checkpoint(run, tmp_path / "export", check=saves_base)
     assert (exported.reloaded is not None) == saves_base
@@ -360,7 +381,7 @@ def test_a_lora_run_exports_an_adapter_that_stock_peft_loads(saves_base: bool, l
 def test_a_merge_is_pefts_own_and_leaves_other_tensors_alone(saves_base: bool, lora_model: Any, tmp_path: Path) -> None:
     """Equal to peft's merge of the fp32 model, rounded once; what has no adapter keeps the release's bits."""
     source = release_checkpoint(tmp_path / "source")
-    state = {n: t for n, t in lora_model.state_dict().items() if saves_base or "lora_" in n}
+    state = lora_state(lora_model, saves_base=saves_base)
     run = training_checkpoint(tmp_path / "run", lora_model, source=source, state=state)
     export_checkpoint(run, tmp_path / "export", merge=True, check=False)
     merged = copy.deepcopy(lora_model).float().merge_and_unload().state_dict()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cases_export import dry_export_of_a_large_model, failing_on_first, published
+from cases_export import dry_export_of_a_large_model, failing_on_first, published, published_adapter
 from safetensors.torch import load_file
 from tiny_models import tiny_transformers
 
@@ -48,6 +49,21 @@ def test_a_sharded_model_is_exported_whole(run_ranks: Any, mesh: str, checkpoint
     for name, tensor in before.items():
         expected = tensor if name.rpartition(".")[2] in buffers else -tensor
         assert same_bits(after[name], expected), name
+
+
+def test_a_sharded_model_with_adapters_is_exported_as_an_adapter(
+    run_ranks: Any, checkpoint: Path, tmp_path: Path
+) -> None:
+    """Adapters injected as the trainer does it, in fp32, experts among them; stock peft gives equal logits."""
+    assert run_ranks(2, published_adapter, checkpoint, tmp_path)[0] is True
+    adapter = load_file(tmp_path / "export" / "adapter_model.safetensors")
+    # 4 layers: q_a_proj, and nested one in the other the experts' two parameters; A and B each.
+    assert len(adapter) == 4 * 3 * 2
+    assert all(name.startswith("base_model.model.model.layers.") for name in adapter)
+    assert {tensor.dtype for tensor in adapter.values()} == {torch.float32}
+    assert json.loads((tmp_path / "export" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(
+        checkpoint
+    )
 
 
 def test_when_rank_0_cannot_write_all_ranks_say_so(run_ranks: Any, tmp_path: Path) -> None:
