@@ -16,6 +16,7 @@ from dsv4_fsdp import keep_fp32_islands, parallelize
 from dsv4_fsdp.errors import Dsv4FsdpError
 from dsv4_fsdp.names import is_adapter_name
 from dsv4_fsdp.train import export
+from dsv4_fsdp.train.checkpoints import Checkpoints, Contents
 from dsv4_fsdp.train.run_folder import RunFolder
 from dsv4_fsdp.train.tiny_model import build_tiny_model, byte_tokenizer
 
@@ -69,6 +70,29 @@ def published_adapter(path: Path, run: Path) -> bool | None:
         model, RunFolder(run), ranks, tokenizer=tokenizer, tokens=tokens, prompt="", seed=0, source=path
     )
     return None if found is None else found.reloaded
+
+
+def saved_by_trainer(path: Path, run: Path) -> None:
+    """Load ``path``, change every parameter exactly, shard it and save it after a step at rate 0."""
+    ranks = join_pool()
+    model = load(path)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(-1)
+    parallelize(model, ranks.mesh)
+    trainable = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=0.0)
+    model(input_ids=torch.arange(100).unsqueeze(0)).logits.float().square().mean().backward()
+    optimizer.step()
+
+    def write_model_files(folder: Path) -> None:
+        model.config.save_pretrained(folder)
+        byte_tokenizer().save_pretrained(folder)
+
+    contents = Contents("", write_model_files, {"shard": ranks.world_size}, "", str(path))
+    checkpoints = Checkpoints(run / "checkpoints", keep=1)
+    checkpoints.save(7, model, optimizer, train={"step": 7}, contents=contents)
+    checkpoints.finish()
 
 
 def failing_on_first(run: Path) -> str:

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases_export import dry_export_of_a_large_model, failing_on_first, published, published_adapter
+from cases_export import dry_export_of_a_large_model, failing_on_first, published, published_adapter, saved_by_trainer
 from safetensors.torch import load_file
 from tiny_models import tiny_transformers
 
+from dsv4_fsdp.export import export_checkpoint
 from dsv4_fsdp.export.source_checkpoint import same_bits
 from dsv4_fsdp.export.trained_tensors import GivenTensors, HeadersOnly
 from dsv4_fsdp.export.verify import refuse_what_stock_refuses
@@ -25,6 +26,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("live") / "model"
     tiny_transformers().save_pretrained(path, save_original_format=False)  # type: ignore[operator]
     return path
+
+
+def assert_all_negated(checkpoint: Path, export: Path) -> None:
+    """Every parameter of ``export`` is that of ``checkpoint`` with the other sign, every buffer is the same."""
+    before, after = load_file(checkpoint / "model.safetensors"), load_file(export / "model.safetensors")
+    assert before.keys() == after.keys()
+    buffers = {"tid2eid", "e_score_correction_bias"}
+    for name, tensor in before.items():
+        expected = tensor if name.rpartition(".")[2] in buffers else -tensor
+        assert same_bits(after[name], expected), name
 
 
 # Dispatched experts are sharded twice along the dim of their number: by ep outside, by efsdp inside.
@@ -43,12 +54,7 @@ def test_a_sharded_model_is_exported_whole(run_ranks: Any, mesh: str, checkpoint
     assert found[0] == (mesh == "ep_x_fsdp", layouts)
     assert found[1:] == [None] * (num_ranks - 1)
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
-    before, after = load_file(checkpoint / "model.safetensors"), load_file(tmp_path / "export" / "model.safetensors")
-    assert before.keys() == after.keys()
-    buffers = {"tid2eid", "e_score_correction_bias"}
-    for name, tensor in before.items():
-        expected = tensor if name.rpartition(".")[2] in buffers else -tensor
-        assert same_bits(after[name], expected), name
+    assert_all_negated(checkpoint, tmp_path / "export")
 
 
 def test_a_sharded_model_with_adapters_is_exported_as_an_adapter(
@@ -64,6 +70,14 @@ def test_a_sharded_model_with_adapters_is_exported_as_an_adapter(
     assert json.loads((tmp_path / "export" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(
         checkpoint
     )
+
+
+def test_a_checkpoint_that_the_trainer_saved_is_exported(run_ranks: Any, checkpoint: Path, tmp_path: Path) -> None:
+    """By two ranks, optimizer state and all; read back in one process, tensor by tensor, every bit."""
+    run_ranks(2, saved_by_trainer, checkpoint, tmp_path / "run")
+    exported = export_checkpoint(tmp_path / "run", tmp_path / "export", check=False)
+    assert (exported.checkpoint.step, exported.source) == (7, checkpoint)
+    assert_all_negated(checkpoint, tmp_path / "export")
 
 
 def test_when_rank_0_cannot_write_all_ranks_say_so(run_ranks: Any, tmp_path: Path) -> None:

@@ -13,8 +13,10 @@ quantised. What training changed, or has no source:
 
 A module is written quantised as a whole or not at all: loaders swap whole modules.
 
-**Memory.** The tensors of one module (of experts: two) and one file. **Files** are written into a folder of another
-name, checked by their headers, and the folder gets its name only then; what fails leaves nothing behind.
+**Memory.** The tensors of one module (of experts: two), their parts, and one file.
+
+**Files** are written into a folder of another name, checked by their headers, and the folder gets its name only then;
+what fails leaves nothing behind.
 """
 
 from __future__ import annotations

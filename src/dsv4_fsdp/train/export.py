@@ -77,14 +77,10 @@ def dry_export(
     def write(trained: TrainedTensors) -> None:
         target = _fresh(folder.path / ".export-dry")
         try:
-            _write(
-                model,
-                HeadersOnly(live) if is_large else trained,
-                target,
-                tokenizer=tokenizer,
-                source=source,
-                islands=islands,
-            )
+            tensors = HeadersOnly(live) if is_large else trained
+            # Multi-token prediction is copied from file to file: nothing that a dry run could find out about it.
+            with_mtp = not is_large
+            _write(model, tensors, target, tokenizer=tokenizer, source=source, islands=islands, with_mtp=with_mtp)
             if _peft(model) is None:
                 refuse_what_stock_refuses(target, onto_meta=is_large)
         finally:
@@ -219,6 +215,7 @@ def _write(
     tokenizer: Any,
     source: Path | None,
     islands: Collection[str] = (),
+    with_mtp: bool = True,
 ) -> dict[str, int]:
     """Write the model, or its adapter, into ``folder``; the number of tensors by dtype."""
     if (config := _peft(model)) is not None:
@@ -241,7 +238,8 @@ def _write(
             model.generation_config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
-    return write_model(trained, folder, prepare=prepare, source=source, islands=islands).dtypes
+    whole = write_model(trained, folder, prepare=prepare, source=source, islands=islands, with_mtp=with_mtp)
+    return whole.dtypes
 
 
 def _num_bytes(tensors: TrainedTensors) -> int:
