@@ -5,6 +5,7 @@ tool                                   line
 =====================================  =========================================================================
 transformers, ``distributed_config=``  ``with dsv4_fsdp.keep_fp32_islands():`` around ``from_pretrained``
 accelerate (FSDP2), ``Trainer``        ``with dsv4_fsdp.keep_fp32_islands():`` around ``prepare`` or ``train()``
+TRL's ``SFTTrainer``                   the same around ``train()``, and ``SFTConfig(router_aux_loss_coef=0.0)``
 NeMo AutoModel                         ``dsv4_fsdp.integrations.nemo.install()``, once, before the model is built
 torchtitan, plain scripts              ``from dsv4_fsdp import fully_shard`` in place of torch's
 =====================================  =========================================================================

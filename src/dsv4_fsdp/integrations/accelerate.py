@@ -1,4 +1,4 @@
-"""accelerate's FSDP2 plugin, and so transformers' ``Trainer``, with fp32 islands. Tested with accelerate 1.15.0.
+"""accelerate's FSDP2 plugin, and so ``Trainer`` and TRL's ``SFTTrainer``, with fp32 islands. Tested with 1.15.0.
 
 ::
 
@@ -21,6 +21,10 @@ plugin's policy is kept for the root alone; between blocks it would cast what th
 What is accelerate's and stays so: on a CPU it ignores an FSDP plugin (and uses DDP), so our tests put the one line
 there that it runs on every accelerator; its default policy reduces in bf16 whatever is no island, and returns logits
 and loss in bf16; ``cpu_ram_efficient_loading=True`` fails in 1.15.0 on any model with saved buffers, this one too.
+
+TRL's ``SFTTrainer`` (tested with 1.16.0) prepares as the ``Trainer`` does, so the same line serves it. For a loss that
+balances experts TRL asks the model's config for ``num_experts``, which DeepSeek-V4's does not have:
+``SFTConfig(router_aux_loss_coef=0.0)`` switches that loss off.
 
 Only ``fsdp_version=2`` passes through that function; FSDP1 is not served. The Lightning Indexers are frozen when the
 model is prepared, which is after the optimizer was made: it then holds parameters that never get a gradient. Call
