@@ -14,6 +14,8 @@ import dsv4_fsdp
 PUBLIC = [
     "Alignment",
     "audit",
+    "compile_blocks",
+    "CompileReport",
     "Contract",
     "ContractError",
     "Dsv4FsdpError",

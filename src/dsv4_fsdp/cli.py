@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from .commands.audit import audit
+from .commands.doctor import doctor
 from .commands.plan import plan
 from .commands.report import report
 
@@ -124,6 +125,7 @@ def _as_options(overrides: dict[str, str]) -> list[str]:
 app.command()(plan)
 app.command()(audit)
 app.command()(report)
+app.command()(doctor)
 
 if __name__ == "__main__":
     main()

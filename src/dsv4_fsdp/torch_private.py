@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -31,8 +32,10 @@ __all__ = [
     "CHECKED_TORCH_VERSIONS",
     "FakeTensorMode",
     "TorchDispatchMode",
+    "compile_backend",
     "fake_store",
     "fsdp_state",
+    "graph_breaks",
     "grouping_hook",
     "has_native_override",
     "managed_parameters",
@@ -164,6 +167,24 @@ def unreduced_gradient(fsdp_param: Any) -> torch.Tensor | None:
     if not hasattr(fsdp_param, "_unsharded_param"):
         return None  # never gathered
     return fsdp_param._unsharded_param.grad
+
+
+def compile_backend(backend: str | Callable[..., Any]) -> Callable[..., Any]:
+    """The function behind the name of a ``torch.compile`` backend; a function as it is."""
+    if callable(backend):
+        return backend
+    found: Callable[..., Any] = importlib.import_module("torch._dynamo").lookup_backend(backend)
+    return found
+
+
+def graph_breaks() -> Counter[str]:
+    """Reason -> graph breaks of ``torch.compile`` in this process so far. Of a reason only its first line counts: the
+    rest has addresses in it."""
+    counters = importlib.import_module("torch._dynamo.utils").counters
+    breaks: Counter[str] = Counter()
+    for reason, count in counters["graph_break"].items():
+        breaks[reason.partition("\n")[0]] += count
+    return breaks
 
 
 @contextmanager

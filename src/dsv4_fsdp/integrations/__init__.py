@@ -26,7 +26,15 @@ from typing import Any, Literal, get_args
 
 from dsv4_fsdp.errors import Dsv4FsdpError
 
-__all__ = ["UnsupportedLibrary", "keep_fp32_islands"]
+__all__ = ["TESTED_VERSIONS", "UnsupportedLibrary", "keep_fp32_islands"]
+
+TESTED_VERSIONS = {
+    "transformers": ("5.24.0",),
+    "accelerate": ("1.15.0",),
+    "trl": ("1.16.0",),
+    "nemo-automodel": ("0.7.0",),
+}
+"""Package -> the versions that the tests ran with."""
 
 Library = Literal["transformers", "accelerate"]
 

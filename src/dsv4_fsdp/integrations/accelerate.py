@@ -47,11 +47,12 @@ from dsv4_fsdp import grouped_unit
 from dsv4_fsdp.alignment import freeze_indexers, tie_compressors
 from dsv4_fsdp.contract import Contract, contract_of
 
+from . import TESTED_VERSIONS as _ALL_TESTED
 from . import UnsupportedLibrary, rebound, refuse_unknown_internals, signature_problem, unpatched
 
 __all__ = ["TESTED_VERSIONS", "prepare_patched"]
 
-TESTED_VERSIONS = ("1.15.0",)
+TESTED_VERSIONS = _ALL_TESTED["accelerate"]
 
 _PREPARE = "fsdp2_prepare_model"
 
