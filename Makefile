@@ -18,9 +18,9 @@ BIN := $(VENV)/bin
 PINS := $(shell { $(PYTHON) --version; cat pyproject.toml constraints.txt; } | cksum | tr ' ' '-')
 INSTALLED := $(VENV)/.installed-$(PINS)
 
-# What stands on torch's internals: the engine, and the two models whole. Not the trainer, planner, report or integrations.
-ENGINE_TESTS := test_torch_private test_collectives test_fsdp_api test_parity test_optimizer_and_checkpoint test_compile \
-	test_doctor test_families test_live_precision test_names
+# What stands on torch's internals: the engine, and both models whole. Not the trainer, planner, report or integrations.
+ENGINE_TESTS := test_torch_private test_doctor test_fsdp_api test_collectives test_lost_islands test_compile \
+	test_optimizer_and_checkpoint test_families test_parity
 TORCH_VENV := .venv-torch-$(TORCH)
 
 .PHONY: train test test-torch check families clean

@@ -51,6 +51,7 @@ from .torch_private import (
     has_native_override,
     managed_parameters,
     require_grouped_units,
+    settle_dtypes_of_frozen,
     sharded_before,
 )
 
@@ -219,6 +220,7 @@ def fully_shard(
             # rest: modules, mesh_info, post_forward_mesh_info, device, shard_placement_fn, mp_policy, offload_policy
             group_args = [*rest[:5], _group_policy(mp_policy, group, members), *rest[6:]]
             original(state, members, *group_args, **kwargs)
+            settle_dtypes_of_frozen(state)
 
     with grouping_hook(one_group_per_dtype):
         sharded = torch_fully_shard(

@@ -44,6 +44,7 @@ __all__ = [
     "pytree",
     "reduce_dtype",
     "require_grouped_units",
+    "settle_dtypes_of_frozen",
     "sharded_before",
     "unreduced_gradient",
 ]
@@ -148,6 +149,24 @@ def parameter_groups(model: nn.Module) -> Iterator[tuple[str, Any]]:
         if state is not None and state._modules[0] is module:
             for group in state._fsdp_param_groups:
                 yield name, group
+
+
+def settle_dtypes_of_frozen(state: Any) -> None:
+    """Make the unit's newest parameter group reduce as its policy says also if it is thawed after its first forward.
+
+    At its first forward a group takes its dtypes from its trainable parameters. Before torch 2.15 a group without any
+    takes none, and then reduces in the dtype of the gradients, which is the compute dtype.
+    """
+    group = state._fsdp_param_groups[-1]
+    original = group._init_mp_dtypes
+
+    def init_mp_dtypes() -> None:
+        original()
+        if group.fsdp_params and getattr(group, "_orig_dtype", True) is None:
+            first = group.fsdp_params[0]  # a group of ours is of one storage and one reduce dtype
+            group._orig_dtype, group._reduce_dtype = first.orig_dtype, first.reduce_dtype
+
+    group._init_mp_dtypes = init_mp_dtypes  # the instance's hides the class's
 
 
 def owners_of(fsdp_param: Any) -> list[tuple[nn.Module, str]]:
