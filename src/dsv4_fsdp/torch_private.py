@@ -1,6 +1,6 @@
 """Every private torch name that this package uses, in one place.
 
-Checked on torch 2.12.1, 2.13.0 and 2.15.0; ``tests/test_torch_private.py`` imports each name and compares the
+Checked on torch 2.12.1, 2.13.0, 2.14.1 and 2.15.0; ``tests/test_torch_private.py`` imports each name and compares the
 signatures that the engine relies on, so a torch that moved one fails there and not in somebody's training run.
 
 What the engine stands on: since torch 2.12 an FSDP2 state holds a *list* of parameter groups
@@ -49,7 +49,7 @@ __all__ = [
     "unreduced_gradient",
 ]
 
-CHECKED_TORCH_VERSIONS = ("2.12.1", "2.13.0", "2.15.0")
+CHECKED_TORCH_VERSIONS = ("2.12.1", "2.13.0", "2.14.1", "2.15.0")
 
 # The parameters of `_init_param_group` that the engine passes on, in order, on every checked version.
 _INIT_PARAM_GROUP_PARAMETERS = (
