@@ -131,13 +131,14 @@ def _train(config: TrainConfig, folder: RunFolder, ranks: Ranks, stop: StopReque
         state = _resume(run, checkpoints, latest, sharded, optimizer)
     if ranks.is_first:
         folder.keep_metrics(state["step"])
-    dry_export(model, folder, ranks, tokenizer=run.tokenizer)
+    source = source_of(config.model)
+    dry_export(model, folder, ranks, tokenizer=run.tokenizer, source=source, islands=sharded.islands)
     contents = Contents(
         config_text=to_yaml(config),
         write_model_files=lambda target: _write_model_files(sharded, run.tokenizer, target),
         mesh=ranks.axes,
         plan_hash=sharded.plan.hash,
-        source=str(source) if (source := source_of(config.model)) is not None else None,
+        source=None if source is None else str(source),
     )
     loss_sum = make_loss(model, config)
     _audit(run, sharded, loss_sum)
@@ -523,10 +524,13 @@ def _export(run: _Run, sharded: ShardedModel) -> None:
         tokens=tokens.to(run.ranks.device),
         prompt=prompt,
         seed=run.config.seed,
+        source=source_of(run.config.model),
+        islands=sharded.islands,
     )
     if export is not None:
         dtypes = ", ".join(f"{count} {dtype.removeprefix('torch.')}" for dtype, count in export.dtypes.items())
         run.say(f"export {run.folder.export}: {sum(export.dtypes.values())} tensors ({dtypes}),")
-        run.say("       reloaded by stock Transformers in a fresh process: logits equal in every bit")
-        run.say(f"\nWhat it writes after {prompt!r}:\n")
-        run.say("\n".join(f"    {line}" for line in export.sample.splitlines()))
+        if export.reloaded:
+            run.say("       reloaded by stock Transformers in a fresh process: logits equal in every bit")
+            run.say(f"\nWhat it writes after {prompt!r}:\n")
+            run.say("\n".join(f"    {line}" for line in export.sample.splitlines()))
