@@ -164,6 +164,7 @@ def _train(config: TrainConfig, folder: RunFolder, ranks: Ranks, stop: StopReque
             recorders = [stack.enter_context(progress), stack.enter_context(trackers)]
         mine = batches.micro_batches(first_step, rank=ranks.rank, world_size=ranks.world_size)
         totals.first_tokens(sum(batch.num_supervised for batch in mine))
+        checkpoint_s = 0.0
         started = time.perf_counter()
         for step in range(first_step, config.steps):
             clock = _Clock()
@@ -210,12 +211,6 @@ def _train(config: TrainConfig, folder: RunFolder, ranks: Ranks, stop: StopReque
             if config.evaluation.every and ((step + 1) % config.evaluation.every == 0 or is_last):
                 eval_loss = _evaluate(run, model, loss_sum)
             state |= {"step": step + 1, "skipped_steps": skipped.total, "tokens": state["tokens"] + total.num_tokens}
-            clock.restart()
-            stops = total.stop_ranks > 0
-            every = config.checkpoint.every
-            if stops or (every and ((step + 1) % every == 0 or is_last)):
-                checkpoints.save(step + 1, model, optimizer, train=state, contents=contents)
-            clock.lap("checkpoint_s")
 
             windows = total.window_flags.tolist()
             ranks_without_window = ranks.world_size - round(min(windows, default=ranks.world_size))
@@ -234,10 +229,18 @@ def _train(config: TrainConfig, folder: RunFolder, ranks: Ranks, stop: StopReque
                 memory_bytes=peak_memory_bytes(ranks.device),
                 eval_loss=eval_loss,
                 expert_load=None if load is None else load.worst,
+                checkpoint_s=checkpoint_s,
                 **clock.laps,
             )
             for recorder in recorders:
                 recorder.record(row)
+            # After the step's line: a run killed in between makes the step again and writes the line again.
+            stops = total.stop_ranks > 0
+            every = config.checkpoint.every
+            save_started = time.perf_counter()
+            if stops or (every and ((step + 1) % every == 0 or is_last)):
+                checkpoints.save(step + 1, model, optimizer, train=state, contents=contents)
+            checkpoint_s = time.perf_counter() - save_started
             if stops and not is_last:
                 reason = stop.reason or "another rank"
                 break
@@ -478,10 +481,6 @@ class _Clock:
         self.laps: dict[str, float] = {}
         self._started = self._last = time.perf_counter()
 
-    def restart(self) -> None:
-        """Leave out what happened since the last lap."""
-        self._last = time.perf_counter()
-
     def lap(self, name: str) -> None:
         """What passed since the last lap was ``name``."""
         now = time.perf_counter()
@@ -490,8 +489,8 @@ class _Clock:
 
     @property
     def total_s(self) -> float:
-        """Of all laps but saving, which is no part of the speed of training."""
-        return sum(value for name, value in self.laps.items() if name != "checkpoint_s")
+        """Of all laps."""
+        return sum(self.laps.values())
 
 
 # --- What is left -----------------------------------------------------------------------------------------------------
