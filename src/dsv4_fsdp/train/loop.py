@@ -39,7 +39,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dsv4_fsdp import __version__
-from dsv4_fsdp.alignment import tie_compressors
+from dsv4_fsdp.alignment import Alignment, tie_compressors
 from dsv4_fsdp.auditing import audit
 from dsv4_fsdp.checkpoint_loading import CheckpointReader, check_checkpoint
 from dsv4_fsdp.chunked_loss import with_chunked_loss
@@ -94,6 +94,20 @@ class _Run:
             print(text, flush=True)
 
 
+@dataclass(frozen=True)
+class _Training:
+    """What the steps work with, all of it made before the first."""
+
+    run: _Run
+    sharded: ShardedModel
+    loss_sum: Callable[[Batch], torch.Tensor]
+    trainable: tuple[nn.Parameter, ...]
+    optimizer: torch.optim.Optimizer
+    alignment: Alignment
+    checkpoints: Checkpoints
+    contents: Contents
+
+
 def train(config: TrainConfig, folder: RunFolder, ranks: Ranks) -> None:
     """Train as ``config`` says, all results in ``folder``; go on if a checkpoint is there. All ranks call it."""
     show_notices(is_first=ranks.is_first)
@@ -140,126 +154,22 @@ def _train(config: TrainConfig, folder: RunFolder, ranks: Ranks, stop: StopReque
         plan_hash=sharded.plan.hash,
         source=None if source is None else str(source),
     )
-    loss_sum = make_loss(model, config)
-    _audit(run, sharded, loss_sum)
-
-    trainable = [param for group in groups for param in group.params]
-    balance = _balance(model, config)
-    totals = StepTotals(
-        trainable,
-        num_windows=len(alignment.compressor_fqns),
-        expert_counts_shape=(0,) if balance is None else tuple(balance.counts().shape),
+    training = _Training(
+        run=run,
+        sharded=sharded,
+        loss_sum=make_loss(model, config),
+        trainable=tuple(param for group in groups for param in group.params),
+        optimizer=optimizer,
+        alignment=alignment,
+        checkpoints=checkpoints,
+        contents=contents,
     )
-    skipped = SkippedSteps(max_in_a_row=config.optimizer.max_skipped_steps, total=state["skipped_steps"])
-    batches = run.batches
-    losses: list[float] = []
-    short_steps = 0
-    first_step = state["step"]
-    reason = None
-    with ExitStack() as stack:
-        recorders: list[Progress | Trackers] = []
-        if ranks.is_first:
-            progress = Progress(steps=config.steps, metrics=folder.metrics, done=first_step)
-            trackers = Trackers(config, tensorboard=folder.tensorboard, name=folder.path.name)
-            recorders = [stack.enter_context(progress), stack.enter_context(trackers)]
-        mine = batches.micro_batches(first_step, rank=ranks.rank, world_size=ranks.world_size)
-        totals.first_tokens(sum(batch.num_supervised for batch in mine))
-        checkpoint_s = 0.0
-        started = time.perf_counter()
-        for step in range(first_step, config.steps):
-            clock = _Clock()
-            lr = learning_rate(step, steps=config.steps, settings=config.optimizer)
-            set_learning_rate(optimizer, lr)
-            scale = loss_scale(totals.num_tokens, ranks.world_size)
-            total_loss = torch.zeros((), dtype=torch.float64, device=ranks.device)
-            for batch in mine:
-                batch = batch.to(ranks.device)
-                if balance is not None:
-                    balance.use_mask(_mask(batch))
-                loss = loss_sum(batch)
-                (loss * scale).backward()
-                total_loss += loss.detach()
-            clock.lap("compute_s")
+    _audit(training)
 
-            is_last = step + 1 == config.steps
-            if not is_last:
-                mine = batches.micro_batches(step + 1, rank=ranks.rank, world_size=ranks.world_size)
-            clock.lap("data_s")
-            total = totals.reduce(
-                loss_sum=total_loss,
-                next_tokens=0 if is_last else sum(batch.num_supervised for batch in mine),
-                window_flags=alignment.window_flags(ranks.device),
-                stop=stop.requested(),
-                expert_counts=None if balance is None else balance.counts(),
-            )
-            clock.lap("reduce_s")
-
-            if step == first_step:
-                refuse_missing_gradients(model, allow=config.optimizer.allow_missing_gradients)
-            alignment.drop_untouched(total.window_flags)
-            may_step = skipped.may_step(step + 1, total)
-            if may_step:
-                clip_to_norm(trainable, total.grad_norm, config.optimizer.clip_grad_norm)
-                optimizer.step()
-            load = (
-                None if balance is None or not total.num_tokens else balance.update(total.expert_counts, move=may_step)
-            )
-            optimizer.zero_grad()
-            clock.lap("optimizer_s")
-
-            eval_loss = None
-            if config.evaluation.every and ((step + 1) % config.evaluation.every == 0 or is_last):
-                eval_loss = _evaluate(run, model, loss_sum)
-            state |= {"step": step + 1, "skipped_steps": skipped.total, "tokens": state["tokens"] + total.num_tokens}
-
-            windows = total.window_flags.tolist()
-            ranks_without_window = ranks.world_size - round(min(windows, default=ranks.world_size))
-            short_steps += ranks_without_window > 0
-            losses.append(total.loss)
-            row = StepMetrics(
-                step=step + 1,
-                loss=total.loss,
-                grad_norm=total.grad_norm,
-                lr=lr,
-                tokens=total.num_tokens,
-                tokens_per_s=total.num_tokens / clock.total_s,
-                ranks_without_window=ranks_without_window,
-                skipped_steps=skipped.total,
-                elapsed_s=time.perf_counter() - started,
-                memory_bytes=peak_memory_bytes(ranks.device),
-                eval_loss=eval_loss,
-                expert_load=None if load is None else load.worst,
-                checkpoint_s=checkpoint_s,
-                **clock.laps,
-            )
-            for recorder in recorders:
-                recorder.record(row)
-            # After the step's line: a run killed in between makes the step again and writes the line again.
-            stops = total.stop_ranks > 0
-            every = config.checkpoint.every
-            save_started = time.perf_counter()
-            if stops or (every and ((step + 1) % every == 0 or is_last)):
-                checkpoints.save(step + 1, model, optimizer, train=state, contents=contents)
-            checkpoint_s = time.perf_counter() - save_started
-            if stops and not is_last:
-                reason = stop.reason or "another rank"
-                break
-        checkpoints.finish()
-
-    if losses:
-        last = losses[-10:]
-        say(f"\nloss   {losses[0]:.3f} at the first step, {sum(last) / len(last):.3f} over the last {len(last)}")
-        say(
-            f"steps  {len(losses)} in {time.perf_counter() - started:.0f} s, "
-            f"{skipped.total} of them skipped as not finite;"
-        )
-        say(f"       in {short_steps} some rank's sequences were too short for a compressor's window")
+    reason = _make_steps(training, state, stop)
     if reason is not None:
-        say(
-            f"\nstopped after step {state['step']} of {config.steps}: {reason}. To go on, start the same command again."
-        )
-        return
-    if config.checkpoint.export and not folder.export.exists():
+        say(f"\nstopped: {reason}. To go on, start the same command again.")
+    elif config.checkpoint.export and not folder.export.exists():
         _export(run, sharded)
 
 
@@ -392,26 +302,26 @@ def _balance(model: nn.Module, config: TrainConfig) -> RouterBalance | None:
     return RouterBalance(model, rate=config.router_bias_rate) if has_routers else None
 
 
-def _audit(run: _Run, sharded: ShardedModel, loss_sum: Callable[[Batch], torch.Tensor]) -> None:
+def _audit(training: _Training) -> None:
     """Observe every dtype in one forward and backward, which leaves nothing behind; keep the report with the run.
 
     Raises:
         AuditFailed: on all ranks alike, if something is not as the contract says and the run is to stop then.
     """
+    run, sharded, model = training.run, training.sharded, training.sharded.model
     mode = run.config.logging.audit
     if mode == "off":
         return
-    model = sharded.model
     batch = run.batches.micro_batches(0, rank=run.ranks.rank, world_size=run.ranks.world_size)[0].to(run.ranks.device)
     report = audit(model, plan=sharded.plan, fp32_params=sharded.islands)
     if report.ok:
         with _random_state_kept(run.ranks.device):
             report = audit(
-                model, plan=sharded.plan, fp32_params=sharded.islands, step=lambda: loss_sum(batch).backward()
+                model, plan=sharded.plan, fp32_params=sharded.islands, step=lambda: training.loss_sum(batch).backward()
             )
         for param in model.parameters():
             param.grad = None
-        tie_compressors(model).reset()
+        training.alignment.reset()
     if run.ranks.is_first:
         run.folder.audit.write_text(report.to_json() + "\n")
         run.folder.audit.with_suffix(".txt").write_text(report.table() + "\n")
@@ -438,6 +348,122 @@ def _random_state_kept(device: torch.device) -> Iterator[None]:
 # --- Steps ------------------------------------------------------------------------------------------------------------
 
 
+def _make_steps(training: _Training, state: dict[str, Any], stop: StopRequests) -> str | None:
+    """Every step from ``state`` on; why it stopped before the last one, or ``None``."""
+    run, model, optimizer, alignment = training.run, training.sharded.model, training.optimizer, training.alignment
+    config, folder, ranks, batches, say = run.config, run.folder, run.ranks, run.batches, run.say
+    balance = _balance(model, config)
+    totals = StepTotals(
+        training.trainable,
+        num_windows=len(alignment.compressor_fqns),
+        expert_counts_shape=(0,) if balance is None else tuple(balance.counts().shape),
+    )
+    skipped = SkippedSteps(max_in_a_row=config.optimizer.max_skipped_steps, total=state["skipped_steps"])
+    losses: list[float] = []
+    short_steps = 0
+    first_step = state["step"]
+    reason = None
+    with ExitStack() as stack:
+        recorders: list[Progress | Trackers] = []
+        if ranks.is_first:
+            progress = Progress(steps=config.steps, metrics=folder.metrics, done=first_step)
+            trackers = Trackers(config, tensorboard=folder.tensorboard, name=folder.path.name)
+            recorders = [stack.enter_context(progress), stack.enter_context(trackers)]
+        mine = batches.micro_batches(first_step, rank=ranks.rank, world_size=ranks.world_size)
+        totals.first_tokens(sum(batch.num_supervised for batch in mine))
+        checkpoint_s = 0.0
+        started = time.perf_counter()
+        for step in range(first_step, config.steps):
+            clock = _Clock()
+            lr = learning_rate(step, steps=config.steps, settings=config.optimizer)
+            set_learning_rate(optimizer, lr)
+            scale = loss_scale(totals.num_tokens, ranks.world_size)
+            total_loss = torch.zeros((), dtype=torch.float64, device=ranks.device)
+            for batch in mine:
+                batch = batch.to(ranks.device)
+                if balance is not None:
+                    balance.use_mask(_mask(batch))
+                loss = training.loss_sum(batch)
+                (loss * scale).backward()
+                total_loss += loss.detach()
+            clock.lap("compute_s")
+
+            is_last = step + 1 == config.steps
+            if not is_last:
+                mine = batches.micro_batches(step + 1, rank=ranks.rank, world_size=ranks.world_size)
+            clock.lap("data_s")
+            total = totals.reduce(
+                loss_sum=total_loss,
+                next_tokens=0 if is_last else sum(batch.num_supervised for batch in mine),
+                window_flags=alignment.window_flags(ranks.device),
+                stop=stop.requested(),
+                expert_counts=None if balance is None else balance.counts(),
+            )
+            clock.lap("reduce_s")
+
+            if step == first_step:
+                refuse_missing_gradients(model, allow=config.optimizer.allow_missing_gradients)
+            alignment.drop_untouched(total.window_flags)
+            may_step = skipped.may_step(step + 1, total)
+            if may_step:
+                clip_to_norm(training.trainable, total.grad_norm, config.optimizer.clip_grad_norm)
+                optimizer.step()
+            load = (
+                None if balance is None or not total.num_tokens else balance.update(total.expert_counts, move=may_step)
+            )
+            optimizer.zero_grad()
+            clock.lap("optimizer_s")
+
+            eval_loss = None
+            if config.evaluation.every and ((step + 1) % config.evaluation.every == 0 or is_last):
+                eval_loss = _evaluate(training)
+            state |= {"step": step + 1, "skipped_steps": skipped.total, "tokens": state["tokens"] + total.num_tokens}
+
+            windows = total.window_flags.tolist()
+            ranks_without_window = ranks.world_size - round(min(windows, default=ranks.world_size))
+            short_steps += ranks_without_window > 0
+            losses.append(total.loss)
+            row = StepMetrics(
+                step=step + 1,
+                loss=total.loss,
+                grad_norm=total.grad_norm,
+                lr=lr,
+                tokens=total.num_tokens,
+                tokens_per_s=total.num_tokens / clock.total_s,
+                ranks_without_window=ranks_without_window,
+                skipped_steps=skipped.total,
+                elapsed_s=time.perf_counter() - started,
+                memory_bytes=peak_memory_bytes(ranks.device),
+                eval_loss=eval_loss,
+                expert_load=None if load is None else load.worst,
+                checkpoint_s=checkpoint_s,
+                **clock.laps,
+            )
+            for recorder in recorders:
+                recorder.record(row)
+            # After the step's line: a run killed in between makes the step again and writes the line again.
+            stops = total.stop_ranks > 0
+            every = config.checkpoint.every
+            save_started = time.perf_counter()
+            if stops or (every and ((step + 1) % every == 0 or is_last)):
+                training.checkpoints.save(step + 1, model, optimizer, train=state, contents=training.contents)
+            checkpoint_s = time.perf_counter() - save_started
+            if stops and not is_last:
+                reason = f"{stop.reason or 'another rank was told to'}, after step {step + 1} of {config.steps}"
+                break
+        training.checkpoints.finish()
+
+    if losses:
+        last = losses[-10:]
+        say(f"\nloss   {losses[0]:.3f} at the first step, {sum(last) / len(last):.3f} over the last {len(last)}")
+        say(
+            f"steps  {len(losses)} in {time.perf_counter() - started:.0f} s, "
+            f"{skipped.total} of them skipped as not finite;"
+        )
+        say(f"       in {short_steps} some rank's sequences were too short for a compressor's window")
+    return reason
+
+
 def make_loss(model: nn.Module, config: TrainConfig) -> Callable[[Batch], torch.Tensor]:
     """A function that runs one batch and returns the sum of its token losses: an fp32 scalar, zero with a graph if
     nothing in the batch is supervised."""
@@ -461,13 +487,14 @@ def _mask(batch: Batch) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _evaluate(run: _Run, model: nn.Module, loss_sum: Callable[[Batch], torch.Tensor]) -> float:
+def _evaluate(training: _Training) -> float:
     """Mean loss over the evaluation's tokens of all ranks, each of which runs the same number of batches."""
+    run, model = training.run, training.sharded.model
     totals = torch.zeros(2, dtype=torch.float64, device=run.ranks.device)
     model.eval()
     for batch in run.batches.eval_batches(run.ranks.rank, run.ranks.world_size):
         on_device = batch.to(run.ranks.device)
-        totals[0] += loss_sum(on_device)
+        totals[0] += training.loss_sum(on_device)
         totals[1] += batch.num_supervised
     model.train()
     dist.all_reduce(totals)
