@@ -53,12 +53,12 @@ def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that was killed after its first checkpoint and started again."""
     folder = tmp_path_factory.mktemp("runs") / "sft"
     command = [sys.executable, "-m", "dsv4_fsdp.cli", *map(str, train_command(model, folder))]
-    process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
+    log = folder.with_suffix(".log")
+    with log.open("w") as output:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
     deadline = time.monotonic() + TIMEOUT_S
     while not (folder / "checkpoints" / "step-00000004").exists():
-        assert process.poll() is None, process.stdout.read()  # type: ignore[union-attr]
+        assert process.poll() is None, log.read_text()
         assert time.monotonic() < deadline
         time.sleep(0.1)
     os.killpg(process.pid, signal.SIGKILL)

@@ -29,10 +29,15 @@ SETTINGS = {
 SAME = ("step", "loss", "grad_norm", "lr", "tokens", "ranks_without_window", "skipped_steps", "expert_load")
 
 
-def start(folder: Path) -> subprocess.Popen[str]:
+def start(folder: Path) -> subprocess.Popen[bytes]:
     options = [part for name, value in SETTINGS.items() for part in (f"--{name}", value)]
     command = [sys.executable, "-m", "dsv4_fsdp.cli", "train", "--run-dir", str(folder), *options]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    with log_of(folder).open("w") as log:
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+
+
+def log_of(folder: Path) -> Path:
+    return folder.with_suffix(".log")
 
 
 def rows(folder: Path) -> list[tuple[object, ...]]:
@@ -58,7 +63,7 @@ def test_a_run_killed_at_twenty_random_moments_ends_as_the_one_that_was_not(tmp_
     """``kill -9`` of one rank, also inside of saves: the others end within 15 s, what is published is whole, and after
     all resumes every step's numbers are those of the uninterrupted run, bit for bit."""
     whole = start(tmp_path / "whole")
-    assert whole.wait(timeout=900) == 0, whole.stdout.read()  # type: ignore[union-attr]
+    assert whole.wait(timeout=900) == 0, log_of(tmp_path / "whole").read_text()
     expected = rows(tmp_path / "whole")
     assert len(expected) == STEPS
 
@@ -96,7 +101,7 @@ def test_a_run_killed_at_twenty_random_moments_ends_as_the_one_that_was_not(tmp_
                 kills += 1
                 finished += 1
                 break
-        assert process.wait(timeout=900) == 0, process.stdout.read()  # type: ignore[union-attr]
+        assert process.wait(timeout=900) == 0, log_of(folder).read_text()
         finished += 1
     assert rows(folder) == expected
     assert kills >= KILLS or steps_at_kills[-1] > STEPS - 4
