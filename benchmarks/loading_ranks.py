@@ -36,11 +36,12 @@ class Loaded:
     """Sum over all parameters of the whole model, fp64: the ways must agree."""
 
 
-def load(way: str, folder: str) -> Loaded:
-    """Load ``folder`` in one of the three ways; collective."""
-    from transformers import AutoConfig, DeepseekV4ForCausalLM
+def load(way: str, folder: str, *, quantised: bool) -> Loaded:
+    """Load ``folder`` in one of the three ways; collective. ``quantised``: FP8 and FP4 in the files, bf16 in memory."""
+    from transformers import AutoConfig, DeepseekV4ForCausalLM, FineGrainedFP8Config
     from transformers.distributed import DistributedConfig
 
+    more = {"quantization_config": FineGrainedFP8Config(dequantize=True)} if quantised else {}
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     gc.collect()
     dist.barrier()
@@ -56,12 +57,12 @@ def load(way: str, folder: str) -> Loaded:
                 load_checkpoint(model, reader)
             refuse_uninitialized(model)
         elif way == WHOLE:
-            model = DeepseekV4ForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+            model = DeepseekV4ForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **more)
             parallelize(model, mesh)
         else:
             with keep_fp32_islands("transformers"):
                 model = DeepseekV4ForCausalLM.from_pretrained(
-                    folder, dtype=torch.bfloat16, distributed_config=DistributedConfig(fsdp_size=mesh.size())
+                    folder, dtype=torch.bfloat16, distributed_config=DistributedConfig(fsdp_size=mesh.size()), **more
                 )
         seconds = time.perf_counter() - started
     shards = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]

@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("--cases", type=_case, nargs="+", default=[_case(text) for text in DEFAULT_CASES])
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--hidden-size", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--repeats", type=int, default=7)
     arguments = parser.parse_args()
     results = {}
     for kind, num_blocks, mesh_shape in arguments.cases:

@@ -1,4 +1,4 @@
-"""What ``sharding.py`` runs in each rank: the ways to shard a model, what one step of each does, and how long it takes."""
+"""What ``sharding.py`` runs in each rank: ways to shard a model, what a step of each does, how long it takes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SIDES = {"nemo": (OURS, OURS_FUNCTION, OURS_NESTED, NEMO, UNIFORM), "transformer
 
 @dataclass(frozen=True)
 class Case:
-    """One model on one mesh. ``folder`` holds the Transformers model as a checkpoint, for transformers' own sharding."""
+    """One model on one mesh. ``folder`` has the Transformers model as a checkpoint, for its native sharding."""
 
     kind: str
     num_blocks: int
