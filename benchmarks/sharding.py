@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from sharding_ranks import NATIVE, NEMO, OURS, OURS_FUNCTION, SIDES, UNIFORM, Case, Side, measure, save_checkpoint
 
-from pool import close_pool, run_ranks
+from pool import run_ranks
 
 DEFAULT_CASES = ("nemo:8:2", "nemo:16:2", "nemo:8:4", "nemo:8:2x2", "transformers:8:2", "transformers:8:2x2")
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
@@ -127,7 +127,6 @@ def main() -> None:
         case = Case(kind, num_blocks, mesh_shape, arguments.tokens, arguments.hidden_size, arguments.repeats)
         results[case] = run_case(case)
         print(f"{kind} {num_blocks} {mesh_shape}: done", file=sys.stderr)
-    close_pool()
     tables = [case_table(case, found) for case, found in results.items()]
     packages = ("transformers", "nemo-automodel")
     print(page("Sharding", __doc__, tables, goals=goals(results), packages=packages), end="")
