@@ -5,6 +5,7 @@
 #   make check                        ruff and mypy
 #   make test-torch TORCH=2.15.0      the engine's tests with another torch, in .venv-torch-2.15.0
 #   make families                     docs/families.md anew: every family of transformers with fp32 tensors
+#   make bench BENCH=sharding         a benchmark's page in docs/benchmarks anew; all of them without BENCH
 #   make clean                        removes caches and builds; keeps .venv and runs/
 #
 # The first call builds .venv from constraints.txt, and again when a pin, pyproject.toml or the Python version changes.
@@ -13,6 +14,7 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 TESTARGS ?=
+BENCH ?= sharding attention loss planner loading
 
 BIN := $(VENV)/bin
 PINS := $(shell { $(PYTHON) --version; cat pyproject.toml constraints.txt; } | cksum | tr ' ' '-')
@@ -23,7 +25,7 @@ ENGINE_TESTS := test_torch_private test_doctor test_fsdp_api test_collectives te
 	test_optimizer_and_checkpoint test_families test_parity
 TORCH_VENV := .venv-torch-$(TORCH)
 
-.PHONY: train test test-torch check families clean
+.PHONY: train test test-torch check families bench clean
 
 train: $(INSTALLED)
 	$(BIN)/dsv4-fsdp train --run-dir runs/tiny-$$(date +%Y%m%d-%H%M%S) $(ARGS)
@@ -49,6 +51,15 @@ check: $(INSTALLED)
 
 families: $(INSTALLED)
 	$(BIN)/python tests/sweep_families.py
+
+# The peers are in .venv too: transformers is a dependency, and nemo-automodel the client that tests use.
+bench: $(INSTALLED)
+	mkdir -p docs/benchmarks
+	set -e; for name in $(BENCH); do \
+		$(BIN)/python benchmarks/$$name.py $(ARGS) > docs/benchmarks/$$name.md.new; \
+		mv docs/benchmarks/$$name.md.new docs/benchmarks/$$name.md; \
+		cat docs/benchmarks/$$name.md; \
+	done
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache

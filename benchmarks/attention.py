@@ -5,19 +5,30 @@
 
 The layer is Transformers' ``DeepseekV4Attention`` in fp32 on one row, with the release's window (128) and compression
 rates (4 and 128) and an eighth of its widths: hidden size 512, 8 heads of 64, 8 index heads of 32, top-k 64. Both sides
-run in turns in one process. Memory is what the run allocates beyond parameters and inputs.
+run in turns in one process. Seconds are CPU seconds, median and quartiles; "faster" is the median ratio within a turn,
+and an exponent is the growth since the length in the row above. Memory is what the run allocates beyond parameters and
+inputs.
 """
 
 from __future__ import annotations
 
 import argparse
-import platform
+import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import transformers
-from measuring import Measured, growth_exponent, keep_memory, measure_alternating, table
+from measuring import (
+    Goal,
+    Measured,
+    growth_exponent,
+    keep_memory,
+    measure_alternating,
+    page,
+    paired_ratio,
+    spread,
+    table,
+)
 from transformers import DeepseekV4Config
 from transformers.masking_utils import create_sliding_window_causal_mask
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Attention, DeepseekV4RotaryEmbedding
@@ -73,37 +84,68 @@ def layer_step(implementation: str, layer_type: str, num_tokens: int, *, dtype: 
     return step
 
 
-def attention_table(
+Results = dict[tuple[str, int], tuple[Measured, Measured | None]]
+"""(layer type, tokens) -> ours, and eager where it was run."""
+
+
+def measure_layers(
     lengths: Sequence[int], *, eager_up_to: int, repeats: int, dtype: torch.dtype = torch.float32
-) -> str:
-    """The table as Markdown."""
-    rows = []
+) -> Results:
+    """Both sides of each layer type at each length."""
+    results: Results = {}
     for layer_type in LAYER_TYPES:
-        before: tuple[int, Measured] | None = None
         for num_tokens in lengths:
             sides = (IMPLEMENTATION, "eager") if num_tokens <= eager_up_to else (IMPLEMENTATION,)
             steps = [layer_step(side, layer_type, num_tokens, dtype=dtype) for side in sides]
             ours, *eager = measure_alternating(steps, repeats=repeats)
-            rows.append([layer_type, str(num_tokens), *_cells(num_tokens, ours, eager, before)])
-            before = (num_tokens, ours)
+            results[layer_type, num_tokens] = ours, (eager[0] if eager else None)
+    return results
+
+
+def attention_table(results: Results) -> str:
+    """The table as Markdown."""
+    rows = []
+    before: tuple[str, int] | None = None
+    for (layer_type, num_tokens), (ours, eager) in results.items():
+        cells = [spread(ours.seconds), "", "", f"{ours.peak_bytes / 2**20:.0f}", "", "", "", ""]
+        if eager is not None:
+            cells[1], cells[2] = spread(eager.seconds), f"{_times_faster(ours, eager):.1f}x"
+            cells[4], cells[5] = f"{eager.peak_bytes / 2**20:.0f}", f"{eager.peak_bytes / ours.peak_bytes:.1f}x"
+        if before is not None and before[0] == layer_type:
+            cells[6:] = [f"{growth:.2f}" for growth in _growth(results, layer_type, before[1], num_tokens)]
+        rows.append([layer_type, str(num_tokens), *cells])
+        before = layer_type, num_tokens
     header = ["layer", "tokens", "ours s", "eager s", "faster", "ours MB", "eager MB", "less memory"]
     return table([*header, "time exponent", "memory exponent"], rows)
 
 
-def _cells(
-    num_tokens: int, ours: Measured, eager: Sequence[Measured], before: tuple[int, Measured] | None
-) -> list[str]:
-    spread = (max(ours.seconds) - min(ours.seconds)) / ours.median_s
-    cells = [f"{ours.median_s:.3f} ±{spread / 2:.0%}", "", "", f"{ours.peak_bytes / 2**20:.0f}", "", ""]
-    if eager:
-        cells[1], cells[2] = f"{eager[0].median_s:.3f}", f"{eager[0].median_s / ours.median_s:.1f}x"
-        cells[4], cells[5] = f"{eager[0].peak_bytes / 2**20:.0f}", f"{eager[0].peak_bytes / ours.peak_bytes:.1f}x"
-    if before is None:
-        return [*cells, "", ""]
-    last_tokens, last = before
-    time_growth = growth_exponent((last_tokens, last.median_s), (num_tokens, ours.median_s))
-    memory_growth = growth_exponent((last_tokens, last.peak_bytes), (num_tokens, ours.peak_bytes))
-    return [*cells, f"{time_growth:.2f}", f"{memory_growth:.2f}"]
+def goals(results: Results) -> list[Goal]:
+    """The goals at 4,096 tokens, and for the growth up to 16,384, per layer type, as far as they were measured."""
+    lines = []
+    for layer_type in LAYER_TYPES:
+        ours, eager = results.get((layer_type, 4096), (None, None))
+        if ours is not None and eager is not None:
+            lines.append(Goal(f"{layer_type}: times faster at 4K", 8, _times_faster(ours, eager), at_least=True))
+            less = eager.peak_bytes / ours.peak_bytes
+            lines.append(Goal(f"{layer_type}: times less memory at 4K", 6, less, at_least=True))
+        if layer_type != "compressed_sparse_attention" and {(layer_type, 4096), (layer_type, 16384)} <= results.keys():
+            time_growth, memory_growth = _growth(results, layer_type, 4096, 16384)
+            lines.append(Goal(f"{layer_type}: exponent of time, 4K to 16K", 1.1, time_growth))
+            lines.append(Goal(f"{layer_type}: exponent of memory, 4K to 16K", 1.1, memory_growth))
+    return lines
+
+
+def _times_faster(ours: Measured, eager: Measured) -> float:
+    return statistics.median(paired_ratio(eager.seconds, ours.seconds))
+
+
+def _growth(results: Results, layer_type: str, shorter: int, longer: int) -> tuple[float, float]:
+    """Exponents of time and of memory."""
+    (small, _), (large, _) = results[layer_type, shorter], results[layer_type, longer]
+    return (
+        growth_exponent((shorter, small.median_s), (longer, large.median_s)),
+        growth_exponent((shorter, small.peak_bytes), (longer, large.peak_bytes)),
+    )
 
 
 def main() -> None:
@@ -116,18 +158,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    print(
-        attention_table(
-            arguments.lengths,
-            eager_up_to=arguments.eager_up_to,
-            repeats=arguments.repeats,
-            dtype=getattr(torch, arguments.dtype),
-        )
+    results = measure_layers(
+        arguments.lengths,
+        eager_up_to=arguments.eager_up_to,
+        repeats=arguments.repeats,
+        dtype=getattr(torch, arguments.dtype),
     )
-    print(
-        f"\ntorch {torch.__version__}, transformers {transformers.__version__}, {arguments.dtype}, "
-        f"{platform.machine()}, {arguments.threads} threads"
-    )
+    packages = ("transformers",)
+    print(page("Attention", __doc__, [attention_table(results)], goals=goals(results), packages=packages), end="")
 
 
 if __name__ == "__main__":

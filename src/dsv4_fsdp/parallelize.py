@@ -140,7 +140,7 @@ def parallelize(
             average_over_batches(module, expert_mesh)
         units.append((unit, module))
 
-    _prefetch_forward(units)
+    _prefetch(units, backward=island_units == "grouped")
     wrong = differences(read_back(model, plan), plan)
     assert not wrong, "fully_shard built something other than the plan: " + "; ".join(wrong[:5])
     return plan
@@ -170,17 +170,25 @@ def _checkpoint_blocks(model: nn.Module, plan: ShardingPlan) -> None:
             parent.register_module(child_name, checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT))
 
 
-def _prefetch_forward(units: list[tuple[UnitPlan, FSDPModule]]) -> None:
+def _prefetch(units: list[tuple[UnitPlan, FSDPModule]], *, backward: bool) -> None:
     """While one unit computes, the gathers of the next are in flight: all of its parameter groups, in running order.
 
     A block has its own dispatched experts gathered and then the next unit; experts ask for nothing. They are inside of
     the block, so where it is recomputed their forward runs in backward, which would gather the next block once more.
+
+    Backward is the same towards the front, root first. torch's own order (each unit prefetches what ended its forward
+    before it) takes the last group alone where the unit at work has but one, as the head has: the last block's other
+    groups would then be waited for. ``backward=False`` leaves that order, which nested units need: what ends before a
+    block there are its own islands.
     """
     running: list[list[FSDPModule]] = [[]]
     for unit, module in units:
-        if unit.role != "root":
-            running[-1].insert(0, module)
-            if unit.role != "experts":  # the plan has them before the block that they are inside of
-                running.append([])
-    for (current, *its_experts), (following, *_) in pairwise(running[:-1]):
+        running[-1].insert(0, module)
+        if unit.role != "experts":  # the plan has them before the block that they are inside of
+            running.append([])
+    (*stages, [root]) = running[:-1]
+    for (current, *its_experts), (following, *_) in pairwise(stages):
         current.set_modules_to_forward_prefetch([*its_experts, following])
+    if backward:
+        for (previous, *_), (current, *its_experts) in pairwise([*stages, [root]]):
+            current.set_modules_to_backward_prefetch([*reversed(its_experts), previous])

@@ -60,8 +60,8 @@ def collectives(plan: ShardingPlan) -> Iterator[Collective]:
     """The collectives for parameters and gradients of one step with one micro-batch, in the order in which they start.
 
     Forward gathers the root, then the units as they run. In backward each unit, while it is at work, has the one before
-    it gathered, as many groups of it as it has itself, last group first; then it reduces, last group first, each
-    all-reduce right after its reduce-scatter. Gradients of a unit whose input needs none (the first that trains) wait
+    it gathered, last group first (``parallelize`` says so); then it reduces, last group first, each all-reduce right
+    after its reduce-scatter. Gradients of a unit whose input needs none (the first that trains) wait
     for the end of backward, and so do the root's, which go before them. The order is that of grouped units; with
     nested ones it is the plan's.
     """
@@ -77,7 +77,7 @@ def collectives(plan: ShardingPlan) -> Iterator[Collective]:
         previous = running[position - 1] if position else None
         wanted = [(unit, group) for group in reversed(unit.groups)]
         if previous is not None:
-            wanted += [(previous, group) for group in list(reversed(previous.groups))[: len(unit.groups)]]
+            wanted += [(previous, group) for group in reversed(previous.groups)]
         for owner, group in wanted:
             if owner.gathers_in_backward and id(group) not in gathered:
                 gathered.add(id(group))
