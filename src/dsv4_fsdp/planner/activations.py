@@ -5,18 +5,21 @@ block of each kind, at the asked batch and sequence. Saved-tensor hooks say whic
 once, in the first block that keeps it; parameters and buffers do not count, they are there anyway. Blocks are of one
 kind if their modules have the same classes, shapes and dtypes.
 
-The fake device is the CPU with Transformers' default expert implementation (``grouped_mm``) and attention (eager: it
-keeps several matrices of heads x tokens x keys, most of what there is at 4,096 tokens). The loss is the trainer's: a
-cross entropy in fp32 over all positions.
+The fake device is the CPU with Transformers' default expert implementation (``grouped_mm``) and the model's attention
+(eager keeps several matrices of heads x tokens x keys, most of what there is at 4,096 tokens). The loss is the
+trainer's: a cross entropy in fp32 over all positions. Where the embedding is frozen, blocks before the first trainable
+parameter keep nothing, and the others are measured as if a gradient arrived at their input, which is too much for the
+first of them alone.
 
 With activation checkpointing a block keeps its input alone and is run again in backward, so nothing more is measured.
+Under expert parallelism a rank's experts see as many rows as they would without, on average.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -80,11 +83,12 @@ class Activations:
         block = self.of_block(index)
         return block.input_bytes if checkpointing else block.part.saved_bytes
 
-    def saved_bytes(self, *, checkpointing: bool) -> int:
-        """All that is kept at the end of the forward."""
+    def saved_bytes(self, *, checkpointing: int) -> int:
+        """All that is kept at the end of the forward; ``checkpointing`` n: every n-th block is recomputed (0: none)."""
         blocks = sum(
-            len(block.indices) * (block.input_bytes if checkpointing else block.part.saved_bytes)
+            block.input_bytes if checkpointing and index % checkpointing == 0 else block.part.saved_bytes
             for block in self.blocks
+            for index in block.indices
         )
         return self.prelude.saved_bytes + blocks + self.epilogue.saved_bytes
 
@@ -99,14 +103,21 @@ def measure_activations(
     """
     layout = layout_of(model)
     blocks = [model.get_submodule(name) for name in layout.blocks]
-    kinds: dict[Hashable, list[int]] = {}
-    for index, block in enumerate(blocks):
-        kinds.setdefault(_kind_of(block), []).append(index)
-    chosen = [indices[0] for indices in kinds.values()]
-    _keep_blocks(model, layout.blocks, chosen)
     for param in indexer_parameters(model).values():
         param.requires_grad_(False)  # as the plan does
+    first = _first_reached(model, blocks)
+    kinds: dict[Hashable, list[int]] = {}
+    for index, block in enumerate(blocks):
+        kinds.setdefault((index >= first, _kind_of(block)), []).append(index)
+    chosen = [indices[0] for indices in kinds.values()]
+    _keep_blocks(model, layout.blocks, chosen)
     run = _run([blocks[index] for index in chosen], model, batch, sequence)
+    run = [
+        replace(measured, part=replace(measured.part, saved_bytes=0, backward_peak_bytes=0), input_bytes=0)
+        if 0 < place <= len(chosen) and chosen[place - 1] < first
+        else measured
+        for place, measured in enumerate(run)
+    ]
     return Activations(
         batch,
         sequence,
@@ -130,9 +141,27 @@ class _Measured:
     input_bytes: int
 
 
+def _first_reached(model: nn.Module, blocks: Sequence[nn.Module]) -> int:
+    """The first block that backward reaches: 0 where the embedding trains, or what stands for it (tied to the head)."""
+    if any(param.requires_grad for param in _embedding(model).parameters()):
+        return 0
+    trains = (i for i, block in enumerate(blocks) if any(param.requires_grad for param in block.parameters()))
+    return next(trains, len(blocks))
+
+
+def _embedding(model: nn.Module) -> nn.Module:
+    found = model.get_input_embeddings()  # type: ignore[operator]
+    assert isinstance(found, nn.Module)
+    return found
+
+
 def _kind_of(block: nn.Module) -> Hashable:
     return tuple(
-        (name, type(module), tuple((n, tuple(p.shape), p.dtype) for n, p in module.named_parameters(recurse=False)))
+        (
+            name,
+            type(module),
+            tuple((n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in module.named_parameters(recurse=False)),
+        )
         for name, module in block.named_modules()
     )
 
@@ -241,7 +270,11 @@ def _run(blocks: Sequence[nn.Module], model: nn.Module, batch: int, sequence: in
 
             return hook
 
+        def require_grad(_: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+            return output if output.requires_grad else output.requires_grad_()
+
         handles = [h for i, b in enumerate(blocks, 1) for h in _hook(b, before(i), after(i))]
+        handles.append(_embedding(model).register_forward_hook(require_grad))
         try:
             forward_marks.append(ledger.mark())
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
