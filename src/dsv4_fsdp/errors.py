@@ -4,6 +4,8 @@
     ├── ContractError        which tensors must be fp32, and whether they still are
     ├── CheckpointError      a checkpoint, of a model or of a run, that is damaged, another's, or cannot be written
     ├── ShardingError        a unit that cannot be built or would compute something else
+    ├── AttentionError       windowed attention was asked for what it cannot compute
+    ├── ChunkedLossError     (chunked_loss) a head or labels that the chunked loss does not serve
     ├── UnsupportedTorch     the installed torch lacks what the engine stands on
     ├── UnsupportedLibrary   (integrations) a library whose internals are not those that a patch knows
     ├── DataError            (data) what is wrong with training data, with file and line
@@ -24,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["CheckpointError", "ContractError", "Dsv4FsdpError", "ShardingError", "UnsupportedTorch"]
+__all__ = ["AttentionError", "CheckpointError", "ContractError", "Dsv4FsdpError", "ShardingError", "UnsupportedTorch"]
 
 
 class Dsv4FsdpError(Exception):
@@ -41,6 +43,10 @@ class CheckpointError(Dsv4FsdpError, ValueError):
 
 class ShardingError(Dsv4FsdpError, ValueError):
     """A sharding unit cannot be built as asked."""
+
+
+class AttentionError(Dsv4FsdpError, ValueError):
+    """Windowed attention cannot compute what it is asked for."""
 
 
 class UnsupportedTorch(Dsv4FsdpError, RuntimeError):
