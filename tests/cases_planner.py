@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,15 +16,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from dsv4_fsdp import ShardingPlan, parallelize
+from dsv4_fsdp import ShardingPlan, parallelize, use_windowed_attention
+from dsv4_fsdp.expert_parallel import make_expert_mesh
 from dsv4_fsdp.names import canonical_name
 from dsv4_fsdp.torch_private import parameter_groups
+from dsv4_fsdp.train.optimizer_settings import OptimizerSettings
+from dsv4_fsdp.train.optimizers import make_optimizer
+from dsv4_fsdp.train.optimizers import parameter_groups as parameter_groups_of_trainer
 
-OPTIMIZERS: dict[str, Any] = {
-    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3, foreach=True),
-    "sgd": lambda params: torch.optim.SGD(params, lr=1e-3, foreach=True),
-    "sgd-momentum": lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9, foreach=True),
-}
+SGD_MOMENTUM = {"sgd": 0.0, "sgd-momentum": 0.9}
 
 
 @dataclass
@@ -36,6 +36,8 @@ class LiveBytes:
     parameters: tuple[int, int]
     gradients: tuple[int, int]
     optimizer: tuple[int, int]
+    roles: dict[str, tuple[str, str]]
+    """Canonical name -> role and algorithm, of the trainer's groups."""
     collectives: list[tuple[str, str, int, int]]
     """(kind, dtype, ranks of the group, payload bytes) of each, in order."""
 
@@ -44,21 +46,32 @@ def mesh_of(shape: tuple[int, ...]) -> Any:
     return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
 
 
-def train_a_step(line_name: str, mesh_shape: tuple[int, ...], optimizer_name: str) -> LiveBytes:
+def train_a_step(
+    line_name: str, mesh_shape: tuple[int, ...], optimizer_name: str, expert_parallel: int = 1
+) -> LiveBytes:
     """Parallelize the line's model, run one step, and add up the storages that are live then."""
     line = LINES[line_name]
     model = line.build()
     mesh = mesh_of(mesh_shape)
-    plan = parallelize(model, mesh, **line.kwargs)
+    expert_mesh = make_expert_mesh(mesh, expert_parallel) if expert_parallel > 1 else None
+    plan = parallelize(model, mesh, expert_mesh=expert_mesh, **line.kwargs)
+    islands = {p.fqn for unit in plan.units for group in unit.groups for p in group.params if p.island}
     # While the root is gathered it has other parameters registered, so the sharded ones come from the groups.
     params = {canonical_name(name): param for name, param in model.named_parameters()}
-    optimizer = OPTIMIZERS[optimizer_name]([param for param in params.values() if param.requires_grad])
+    settings = OptimizerSettings(name="adamw" if optimizer_name in SGD_MOMENTUM else optimizer_name, lr=1e-3)
+    groups = parameter_groups_of_trainer(model, settings, islands=islands)
+    if optimizer_name in SGD_MOMENTUM:
+        trained = [param for param in params.values() if param.requires_grad]
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(
+            trained, lr=1e-3, momentum=SGD_MOMENTUM[optimizer_name], foreach=False
+        )
+    else:
+        optimizer = make_optimizer(groups, settings, seed=0)
     batch = tiny_batch(line.kind, LENGTHS[line.kind])
     with Recorder() as recorder:
         token_loss(logits_of(model(input_ids=batch.input_ids)), batch).backward()
     optimizer.step()
     params = {canonical_name(name): param for name, param in model.named_parameters()}
-    islands = {p.fqn for unit in plan.units for group in unit.groups for p in group.params if p.island}
 
     def both(tensors: dict[str, list[torch.Tensor]]) -> tuple[int, int]:
         return (
@@ -73,10 +86,11 @@ def train_a_step(line_name: str, mesh_shape: tuple[int, ...], optimizer_name: st
         both({name: [param.grad] for name, param in params.items() if param.grad is not None}),
         both(
             {
-                name: [value for value in optimizer.state[param].values() if isinstance(value, torch.Tensor)]
+                name: [part for value in optimizer.state[param].values() for part in _parts(value)]
                 for name, param in params.items()
             }
         ),
+        {fqn: (group.role, group.algorithm) for group in groups for fqn in group.fqns},
         [
             (c.kind, str(c.dtype).removeprefix("torch."), c.group_size, _payload(c))
             for c in recorder.collectives
@@ -90,6 +104,14 @@ def _payload(collective: Any) -> int:
     return int(collective.numel * collective.dtype.itemsize * whole)
 
 
+def _parts(state: Any) -> list[torch.Tensor]:
+    """The tensors that hold an entry of an optimizer's state: torchao's 8-bit ones are made of three."""
+    if not isinstance(state, torch.Tensor):
+        return []
+    local = state.to_local() if isinstance(state, DTensor) else state
+    return [local.codes, local.scale, local.qmap] if hasattr(local, "codes") else [state]
+
+
 def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the storages behind ``tensors``, each once: padding counts, and a gradient that is part of a larger
     buffer counts as the buffer."""
@@ -101,15 +123,26 @@ def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def kept_by_a_real_forward(
-    *, batch: int, length: int, checkpointing: bool = False, experts: str = "grouped_mm", sharded: bool = False
+    *,
+    batch: int,
+    length: int,
+    checkpointing: int = 0,
+    attention: str = "eager",
+    sharded: bool = False,
+    expert_parallel: int = 1,
+    layers: Sequence[str] | None = None,
 ) -> int:
     """Bytes that autograd keeps of a forward with loss on this process's CPU, without parameters and buffers."""
-    model = tiny_transformers()
-    model.config._experts_implementation = experts  # type: ignore[union-attr]
+    model = tiny_transformers() if layers is None else tiny_transformers(layers)
+    model.config._experts_implementation = "grouped_mm"  # type: ignore[union-attr]
+    if attention == "windowed":
+        use_windowed_attention(model)
     if sharded:
-        parallelize(model, mesh_of((dist.get_world_size(),)), activation_checkpointing=checkpointing)
+        mesh = mesh_of((dist.get_world_size(),))
+        expert_mesh = make_expert_mesh(mesh, expert_parallel) if expert_parallel > 1 else None
+        parallelize(model, mesh, activation_checkpointing=checkpointing, expert_mesh=expert_mesh)
     elif checkpointing:
-        _checkpoint_every_block(model)
+        _checkpoint_blocks(model, checkpointing)
     kept: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -123,7 +156,7 @@ def kept_by_a_real_forward(
                 keep(value)
 
     if checkpointing:
-        for block in model.get_submodule("model.layers").children():
+        for block in [*model.get_submodule("model.layers").children()][::checkpointing]:
             block.register_forward_pre_hook(keep_inputs, with_kwargs=True)
     ids = torch.randint(0, 128, (batch, length))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -140,9 +173,9 @@ def kept_by_a_real_forward(
     return total
 
 
-def _checkpoint_every_block(model: nn.Module) -> None:
+def _checkpoint_blocks(model: nn.Module, every: int) -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 
     layers = model.get_submodule("model.layers")
-    for name, block in list(layers.named_children()):
+    for name, block in list(layers.named_children())[::every]:
         layers.register_module(name, checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT))

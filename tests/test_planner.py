@@ -20,9 +20,9 @@ from typer.testing import CliRunner
 
 from dsv4_fsdp import plan_sharding
 from dsv4_fsdp.cli import app
-from dsv4_fsdp.planner.communication import collectives, traffic
+from dsv4_fsdp.planner.communication import Dispatch, collectives, traffic
 from dsv4_fsdp.planner.estimate import Estimate, Estimator
-from dsv4_fsdp.planner.memory import MARGIN_FRACTION, checkpoint_bytes, optimizer_state_bytes, state_bytes, unit_peaks
+from dsv4_fsdp.planner.memory import MARGIN_FRACTION, checkpoint_bytes, state_bytes, unit_peaks
 from dsv4_fsdp.planner.model_sources import PRESETS, build_on_meta, load_config
 from dsv4_fsdp.planner.search import candidate_settings, search_configurations
 from dsv4_fsdp.planner.settings import Cluster, SettingsError, TrainingSettings, resolve
@@ -44,54 +44,100 @@ def flash() -> Estimator:
 
 # --- Bytes and collectives: equal to the live ones --------------------------------------------------------------------
 
-LIVE_CASES = [
-    *[("plain", mesh, "adamw") for mesh in [(1,), (2,), (3,), (4,), (2, 2)]],
-    ("plain", (3,), "sgd-momentum"),
-    ("plain", (2,), "sgd"),
-    ("masters", (3,), "adamw"),
-    ("masters", (2, 2), "adamw"),
-    ("no_reshard", (2,), "adamw"),
-    ("reshard_to_two", (4,), "sgd"),
-    ("bf16_reduce", (2,), "adamw"),
-    ("three_blocks_frozen", (3,), "adamw"),
-    ("embedding_frozen", (2,), "sgd"),
-    ("tied", (2,), "adamw"),
-    ("checkpointing", (2, 2), "sgd"),
-    ("lora", (3,), "adamw"),
-    ("llama_bf16", (3,), "adamw"),
-    ("nemo_grouped", (3,), "adamw"),
+LIVE_CASES: list[tuple[str, tuple[int, ...], str, int]] = [
+    *[("plain", mesh, "adamw", 1) for mesh in [(1,), (2,), (3,), (4,), (2, 2)]],
+    ("plain", (3,), "sgd-momentum", 1),
+    ("plain", (2,), "sgd", 1),
+    ("plain", (2,), "adamw_8bit", 1),
+    ("plain", (3,), "adamw_8bit", 1),
+    ("plain", (2,), "adamw_bf16_sr", 1),
+    ("plain", (2,), "muon", 1),
+    ("masters", (3,), "adamw", 1),
+    ("masters", (2, 2), "adamw", 1),
+    ("no_reshard", (2,), "adamw", 1),
+    ("reshard_to_two", (4,), "sgd", 1),
+    ("bf16_reduce", (2,), "adamw", 1),
+    ("three_blocks_frozen", (3,), "adamw", 1),
+    ("embedding_frozen", (2,), "sgd", 1),
+    ("tied", (2,), "adamw", 1),
+    ("checkpointing", (2, 2), "sgd", 1),
+    ("lora", (3,), "adamw", 1),
+    ("llama_bf16", (3,), "adamw", 1),
+    ("nemo_grouped", (3,), "adamw", 1),
+    ("plain", (2,), "adamw", 2),
+    ("plain", (4,), "adamw_8bit", 2),
+    ("plain", (4,), "muon", 4),
+    ("plain", (2, 2), "adamw_8bit", 2),
+    ("masters", (4,), "adamw_bf16_sr", 2),
+    ("no_reshard", (4,), "sgd", 2),
+    ("checkpointing", (4,), "sgd", 2),
+    ("embedding_frozen", (4,), "sgd", 2),
+    ("three_blocks_frozen", (4,), "sgd", 2),
+    ("lora", (4,), "adamw", 2),
+    ("tied", (4,), "adamw", 2),
 ]
+LIVE_IDS = [f"{line}-{'x'.join(map(str, mesh))}-{optimizer}-ep{ep}" for line, mesh, optimizer, ep in LIVE_CASES]
 
 
 @functools.cache
-def live(line: str, mesh: tuple[int, ...], optimizer: str) -> list[LiveBytes]:
+def live(line: str, mesh: tuple[int, ...], optimizer: str, expert_parallel: int) -> list[LiveBytes]:
     if line.startswith("nemo"):
         require_nemo()
-    return run_ranks(math.prod(mesh), train_a_step, line, mesh, optimizer)
+    if optimizer == "adamw_8bit":
+        pytest.importorskip("torchao.optim")
+    return run_ranks(math.prod(mesh), train_a_step, line, mesh, optimizer, expert_parallel)
 
 
-@pytest.mark.parametrize(
-    ("line", "mesh", "optimizer"), LIVE_CASES, ids=lambda x: x if isinstance(x, str) else "x".join(map(str, x))
-)
+@pytest.mark.parametrize(("line", "mesh", "optimizer", "expert_parallel"), LIVE_CASES, ids=LIVE_IDS)
 class TestLive:
     """Real ``fully_shard`` on gloo ranks, after one step; one run for both tests of a case."""
 
-    def test_predicted_state_is_live_to_the_byte(self, line: str, mesh: tuple[int, ...], optimizer: str) -> None:
+    def test_predicted_state_is_live_to_the_byte(
+        self, line: str, mesh: tuple[int, ...], optimizer: str, expert_parallel: int
+    ) -> None:
         """Parameters, gradients and optimizer state on every rank, islands apart, padding included."""
-        for seen in live(line, mesh, optimizer):
-            planned = state_bytes(seen.plan, optimizer=optimizer, shard_coordinate=seen.shard_coordinate)
+        for seen in live(line, mesh, optimizer, expert_parallel):
+            planned = state_bytes(
+                seen.plan, optimizer=optimizer, roles=seen.roles, shard_coordinate=seen.shard_coordinate
+            )
             assert seen.parameters == (planned.parameters, planned.island_parameters)
             assert seen.gradients == (planned.gradients, planned.island_gradients)
             assert seen.optimizer == (planned.optimizer, planned.island_optimizer)
 
     def test_predicted_collectives_are_the_recorded_ones(
-        self, line: str, mesh: tuple[int, ...], optimizer: str
+        self, line: str, mesh: tuple[int, ...], optimizer: str, expert_parallel: int
     ) -> None:
-        """Kind, dtype on the wire, size of the group and payload of each, in order."""
-        for seen in live(line, mesh, optimizer):
-            planned = [(c.kind, c.dtype, c.group_size, c.payload_bytes) for c in collectives(seen.plan)]
-            assert Counter(seen.collectives) == Counter(planned)
-            assert seen.collectives == planned
+        """Kind, dtype on the wire, size of the group and payload of each, in order.
+
+        What a rank hands into an all-to-all depends on who chose its experts: there the mean over the ranks is planned.
+        """
+        ranks = live(line, mesh, optimizer, expert_parallel)
+        # 33 tokens, two experts for each.
+        dispatch = Dispatch(rows=66, hidden=64, num_experts=4) if expert_parallel > 1 else None
+        for seen in ranks:
+            planned = [(c.kind, c.dtype, c.group_size, c.payload_bytes) for c in collectives(seen.plan, dispatch)]
+            assert Counter(c[:3] for c in seen.collectives) == Counter(c[:3] for c in planned)
+            assert [_without_rows(c) for c in seen.collectives] == [_without_rows(c) for c in planned]
+        for place, (kind, _, _, payload) in enumerate(planned):
+            if kind == "all_to_all":
+                assert sum(seen.collectives[place][3] for seen in ranks) == len(ranks) * payload
+
+
+def _without_rows(collective: tuple[str, str, int, int]) -> tuple[Any, ...]:
+    return collective[:3] if collective[0] == "all_to_all" else collective
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_8bit", "muon"])
+def test_roles_are_those_of_the_trainers_groups(optimizer: str) -> None:
+    """From the model on meta as from the sharded one: what is quantised, and what is Muon's."""
+    settings = replace(SETTINGS, optimizer=optimizer)
+    estimator = Estimator("tiny", transformers_config())
+    roles = estimator.roles(settings, estimator.plan(Cluster(2, 2), settings))
+    assert roles is not None
+    (seen, _) = live("plain", (2,), optimizer, 1)
+    assert seen.roles == {name: role for name, role in roles.items() if name in seen.roles}
+    trained = {p.fqn for unit in seen.plan.units for group in unit.groups for p in group.params if p.trainable}
+    assert seen.roles.keys() == trained
 
 
 def test_first_rank_has_the_largest_state(tiny: Estimator) -> None:
@@ -107,12 +153,12 @@ def test_planner_shows_the_plan_that_parallelize_applies(line: str) -> None:
     storage = "fp32" if line == "masters" else "bf16"
     layers = LINES[line].build().config.layer_types  # type: ignore[union-attr]
     plan = Estimator("tiny", transformers_config(layers)).plan(Cluster(3, 3), replace(SETTINGS, storage=storage))
-    assert {seen.plan.hash for seen in live(line, (3,), "adamw")} == {plan.hash}
+    assert {seen.plan.hash for seen in live(line, (3,), "adamw", 1)} == {plan.hash}
 
 
 def test_meta_model_is_the_model_that_is_trained() -> None:
     """Names, shapes, dtypes and buffers."""
-    built = build_on_meta(transformers_config(), storage="bf16")
+    built = build_on_meta(transformers_config())
     trained = tiny_transformers()
     for ours, theirs in (
         (built.named_parameters(), trained.named_parameters()),
@@ -137,28 +183,6 @@ def test_gathered_and_reduced_sizes_of_a_unit_by_hand() -> None:
     assert after.reduce_scatter_output - before.reduce_scatter_output == 2 * 3 * 4
 
 
-def test_8bit_state_quantises_large_shards_alone() -> None:
-    """torchao: 4,096 elements that fill blocks of 256 take 2 bytes each, scales and tables; others stay."""
-    assert optimizer_state_bytes("adamw-8bit", local_numel=4096, itemsize=2) == 2 * (4096 + 16 * 4 + 1024) + 4
-    assert optimizer_state_bytes("adamw-8bit", local_numel=4095, itemsize=2) == 2 * 4095 * 2 + 4
-    assert optimizer_state_bytes("adamw-8bit", local_numel=5000, itemsize=4) == 2 * 5000 * 4 + 4
-
-
-def test_8bit_state_is_what_torchao_makes() -> None:
-    """One step of the real optimizer, where torchao is installed."""
-    pytest.importorskip("torchao.optim")
-    import torch
-    from torchao.optim import AdamW8bit
-
-    for numel in (4096, 5000, 8192, 100):
-        param = torch.nn.Parameter(torch.zeros(numel, dtype=torch.bfloat16))
-        buffers = [AdamW8bit([param])._new_buffer(param, signed) for signed in (True, False)]
-        sizes = [
-            sum(t.nbytes for t in (b.codes, b.scale, b.qmap)) if hasattr(b, "codes") else b.nbytes for b in buffers
-        ]
-        assert sum(sizes) + 4 == optimizer_state_bytes("adamw-8bit", local_numel=numel, itemsize=2)
-
-
 def test_checkpoint_is_as_large_as_the_saved_file(tiny: Estimator, tmp_path: Path) -> None:
     """Weights and saved buffers, without padding; the file has a header besides, and the RoPE tables are not saved."""
     from safetensors import safe_open
@@ -175,30 +199,45 @@ def test_checkpoint_is_as_large_as_the_saved_file(tiny: Estimator, tmp_path: Pat
 # --- Activations ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("batch", "length"), [(1, 64), (2, 96)])
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("attention", ["eager", "windowed"])
+@pytest.mark.parametrize(("batch", "length", "checkpointing"), [(1, 64, 0), (2, 96, 0), (2, 96, 1), (1, 64, 2)])
 def test_predicted_activations_are_what_a_real_step_keeps(
-    batch: int, length: int, checkpointing: bool, tiny: Estimator
+    batch: int, length: int, checkpointing: int, attention: str, tiny: Estimator
 ) -> None:
     """Of the unsharded model with the same experts, within 1 %: the same code, on real tensors."""
-    planned = _planned(tiny, batch, length, checkpointing)
-    real = kept_by_a_real_forward(batch=batch, length=length, checkpointing=checkpointing)
+    planned = _planned(tiny, batch, length, checkpointing, attention)
+    real = kept_by_a_real_forward(batch=batch, length=length, checkpointing=checkpointing, attention=attention)
     assert planned == pytest.approx(real, rel=0.01)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
-def test_predicted_activations_hold_for_sharded_ranks(checkpointing: bool, tiny: Estimator) -> None:
-    """Two ranks under FSDP2 keep no more: 5 % is what the issue allows."""
-    real = run_ranks(2, _kept_sharded, checkpointing)
-    assert [_planned(tiny, 1, 64, checkpointing)] * 2 == pytest.approx(real, rel=0.05)
+@pytest.mark.parametrize(
+    ("checkpointing", "attention", "expert_parallel"),
+    [(0, "eager", 1), (0, "windowed", 1), (1, "windowed", 1), (0, "windowed", 2)],
+)
+def test_predicted_activations_hold_for_sharded_ranks(
+    checkpointing: int, attention: str, expert_parallel: int, tiny: Estimator
+) -> None:
+    """Ranks under FSDP2 keep no more: 5 % is what is promised. With experts dealt to ranks, on average over these."""
+    real = run_ranks(2, _kept_sharded, checkpointing, attention, expert_parallel)
+    planned = _planned(tiny, 1, 64, checkpointing, attention)
+    if expert_parallel == 1:
+        assert [planned] * 2 == pytest.approx(real, rel=0.05)
+    assert planned == pytest.approx(sum(real) / 2, rel=0.05)
 
 
-def _kept_sharded(checkpointing: bool) -> int:
-    return kept_by_a_real_forward(batch=1, length=64, checkpointing=checkpointing, sharded=True)
+def _kept_sharded(checkpointing: int, attention: str, expert_parallel: int) -> int:
+    return kept_by_a_real_forward(
+        batch=1,
+        length=64,
+        checkpointing=checkpointing,
+        attention=attention,
+        sharded=True,
+        expert_parallel=expert_parallel,
+    )
 
 
-def _planned(tiny: Estimator, batch: int, length: int, checkpointing: bool) -> int:
-    settings = replace(SETTINGS, batch=batch, sequence=length)
+def _planned(tiny: Estimator, batch: int, length: int, checkpointing: int, attention: str) -> int:
+    settings = replace(SETTINGS, batch=batch, sequence=length, attention=attention)
     activations = tiny.estimate(Cluster(2, 2), settings).activations
     return activations.saved_bytes(checkpointing=checkpointing)
 
@@ -514,9 +553,7 @@ def test_bad_flags_are_answered_before_transformers_is_imported() -> None:
 
 def test_presets_have_the_known_number_of_parameters() -> None:
     """284.33 B, and 1.573 T (see the module for what of Pro is an assumption)."""
-    totals = {
-        name: sum(p.numel() for p in build_on_meta(load_config(name), storage="bf16").parameters()) for name in PRESETS
-    }
+    totals = {name: sum(p.numel() for p in build_on_meta(load_config(name)).parameters()) for name in PRESETS}
     assert totals == {"deepseek-v4-flash": 284_325_869_015, "deepseek-v4-pro": 1_572_973_188_067}
 
 

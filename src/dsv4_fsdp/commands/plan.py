@@ -157,8 +157,8 @@ def plan(
                 sources = None if run is None else run.sources
                 print(json.dumps(estimate.as_dict() | {"verified": True if verify else None, "sources": sources}))
             else:
-                sources = [] if run is None else run.describe()
-                console.print(estimate_text(estimate, hint(estimator, estimate), checked=verify, sources=sources))
+                lines = [] if run is None else run.describe()
+                console.print(estimate_text(estimate, hint(estimator, estimate), checked=verify, sources=lines))
     except Dsv4FsdpError as error:
         _fail([str(error)])
     if png is not None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -93,17 +94,28 @@ def collectives(plan: ShardingPlan, dispatch: Dispatch | None = None) -> Iterato
     """
     *running, root = plan.units
     stages = _stages(running)
-    for unit in (root, *(unit for stage in stages for unit in stage)):
-        for group in unit.groups:
-            yield from _gather(plan, unit, group, plan.shard_size(unit))
-        if unit.role == "experts" and dispatch is not None:
-            yield from _exchange(plan, unit, dispatch, "forward")
-    backward = _Backward(plan, running)
+    started: set[int] = set()
+
+    def gather(unit: UnitPlan) -> Iterator[Collective]:
+        if id(unit) not in started:
+            started.add(id(unit))
+            for group in unit.groups:
+                yield from _gather(plan, unit, group, plan.shard_size(unit))
+
+    yield from gather(root)
+    for stage, following in zip(stages, [*stages[1:], [root]], strict=True):
+        for unit in (*stage, following[0]):
+            yield from gather(unit)
+        if dispatch is not None:
+            for experts in stage[1:]:
+                yield from _exchange(plan, experts, dispatch, "forward")
+    backward = _Backward(plan)
     # Where the root holds the embedding, what it passes on needs a gradient.
     root_first = root.trains and running[0].role != "embedding"
     first = None if root_first else next((u for stage in stages for u in stage if u.trains), None)
     reached = root_first
     is_reached = [reached := reached or any(unit.trains for unit in stage) for stage in stages]
+    yield from backward.arrive(root)
     for stage, comes_by in zip(reversed(stages), reversed(is_reached), strict=True):
         if not comes_by:
             continue  # gathered at most, by the unit after it
@@ -137,9 +149,9 @@ def _stages(running: Sequence[UnitPlan]) -> list[list[UnitPlan]]:
 class _Backward:
     """Which groups backward has gathered so far."""
 
-    def __init__(self, plan: ShardingPlan, running: Sequence[UnitPlan]) -> None:
+    def __init__(self, plan: ShardingPlan) -> None:
         self._plan = plan
-        self._before = dict(zip(map(id, running[1:]), running, strict=False))
+        self._before = {id(unit): before for before, unit in pairwise(plan.units)}
         self._gathered: set[int] = set()
 
     def arrive(self, unit: UnitPlan) -> Iterator[Collective]:

@@ -13,7 +13,9 @@ caching allocator sees it with all streams running as issued; fragmentation is i
 
 Upper bounds, on purpose: a recomputed block's forward counts what it would keep without checkpointing, all of a
 unit's gradients exist from the start of its backward, and a block works as hard before and after its dispatched experts
-as anywhere in it. With several micro-batches the last one is shown, when all gradients are there. Not counted: NCCL's own buffers and the CUDA context (in the
+as anywhere in it. With several micro-batches the last one is shown, when all gradients are there.
+
+Not counted: NCCL's own buffers and the CUDA context (in the
 margin), gradient accumulation without reduction, and torch.compile.
 """
 

@@ -50,12 +50,10 @@ def simulate(model: nn.Module, plan: ShardingPlan, *, fp32_params: Sequence[str]
             (p.padded_sharded_param_size.numel(), p.sharded_param.dtype.itemsize, p.mp_policy.param_dtype)
             for p in group.fsdp_params
         ]
+        shard_size = shard_sizes.get(canonical_name(name), plan.mesh_shape[-1])
         shard_bytes = sum(numel * itemsize for numel, itemsize, _ in numels)
-        gathered = sum(
-            numel
-            * shard_sizes.get(canonical_name(name), plan.mesh_shape[-1])
-            * (itemsize if compute is None else compute.itemsize)
-            for numel, itemsize, compute in numels
+        gathered = shard_size * sum(
+            numel * (itemsize if compute is None else compute.itemsize) for numel, itemsize, compute in numels
         )
         live.setdefault(canonical_name(name), []).append((shard_bytes, gathered))
     for unit in plan.units:
