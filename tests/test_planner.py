@@ -20,12 +20,17 @@ from typer.testing import CliRunner
 
 from dsv4_fsdp import plan_sharding
 from dsv4_fsdp.cli import app
+from dsv4_fsdp.expert_parallel import make_expert_mesh
 from dsv4_fsdp.planner.communication import Dispatch, collectives, traffic
 from dsv4_fsdp.planner.estimate import Estimate, Estimator
+from dsv4_fsdp.planner.fake_mesh import fake_mesh
 from dsv4_fsdp.planner.memory import MARGIN_FRACTION, checkpoint_bytes, state_bytes, unit_peaks
 from dsv4_fsdp.planner.model_sources import PRESETS, build_on_meta, load_config
 from dsv4_fsdp.planner.search import candidate_settings, search_configurations
 from dsv4_fsdp.planner.settings import Cluster, SettingsError, TrainingSettings, resolve
+from dsv4_fsdp.train.build_model import shard_on_meta
+from dsv4_fsdp.train.config import ModelConfig, read_config_file
+from dsv4_fsdp.train.config import resolve as resolve_run
 from pool import run_ranks
 
 SETTINGS = TrainingSettings(sequence=64)
@@ -279,14 +284,31 @@ def test_hsdp_within_a_node_sends_only_gradients_between_nodes(tiny: Estimator) 
             assert row.inter_node_bytes == pytest.approx(row.payload_bytes, abs=99)
 
 
-def test_traffic_counts_are_the_plans(tiny: Estimator) -> None:
+@pytest.mark.parametrize("changes", [{}, {"replicate": 2}, {"expert_parallel": 2, "activation_checkpointing": 2}])
+def test_traffic_counts_are_the_plans(changes: dict[str, int], tiny: Estimator) -> None:
     """And micro-batches multiply them."""
-    plan = tiny.plan(Cluster(4, 2), replace(SETTINGS, replicate=2))
+    settings = replace(SETTINGS, **changes)
+    plan = tiny.plan(Cluster(4, 2), settings)
     for micro_batches in (1, 3):
         counts: Counter[str] = Counter()
-        for row in traffic(plan, Cluster(4, 2), micro_batches=micro_batches):
+        for row in tiny.estimate(Cluster(4, 2), replace(settings, micro_batches=micro_batches)).traffic:
             counts[row.kind] += row.count
-        assert counts == plan.collectives_per_step(micro_batches=micro_batches)
+        assert counts == Counter(plan.collectives_per_step(micro_batches=micro_batches))
+
+
+@pytest.mark.parametrize(("ranks_per_node", "inter"), [(8, 0.0), (4, 4 / 7), (2, 6 / 7)])
+def test_tokens_go_to_other_nodes_as_often_as_experts_lie_there(
+    ranks_per_node: int, inter: float, tiny: Estimator
+) -> None:
+    """By hand: experts over 8 ranks; of the 7 others of a rank, 4 or 6 are on other nodes. 128 pairs of 64 in bf16."""
+    config = transformers_config(n_routed_experts=8)
+    estimator = Estimator("tiny", config)
+    settings = replace(SETTINGS, expert_parallel=8)
+    estimate = estimator.estimate(Cluster(8, ranks_per_node), settings)
+    (row,) = [r for r in estimate.traffic if (r.kind, r.dtype) == ("all_to_all", "bfloat16")]
+    assert (row.axis, row.count, row.payload_bytes) == ("expert", 16, 16 * 64 * 2 * 64 * 2)
+    assert row.moved_bytes == row.payload_bytes * 7 // 8
+    assert row.inter_node_bytes == pytest.approx(inter * row.moved_bytes, abs=16)
 
 
 # --- A step, moment by moment -----------------------------------------------------------------------------------------
@@ -298,7 +320,12 @@ def estimates(tiny: Estimator, **changes: Any) -> Estimate:
 
 def test_a_step_ends_with_what_stays_and_the_gradients(tiny: Estimator) -> None:
     """The optimizer's moment has parameters, state and all gradients, and nothing is gathered or kept."""
-    for changes in ({}, {"replicate": 2}, {"reshard_after_forward": False}, {"activation_checkpointing": True}):
+    for changes in (
+        {},
+        {"replicate": 2, "expert_parallel": 2},
+        {"reshard_after_forward": False, "expert_parallel": 4},
+        {"activation_checkpointing": 2, "micro_batches": 3},
+    ):
         estimate = estimates(tiny, **changes)
         terms = dict(estimate.moments[-1].terms)
         state = estimate.state
@@ -313,7 +340,7 @@ def test_a_step_ends_with_what_stays_and_the_gradients(tiny: Estimator) -> None:
 
 def test_kept_activations_grow_and_go_with_the_blocks(tiny: Estimator) -> None:
     """All of them are there when backward begins, but for none of a rank at its end."""
-    for checkpointing in (False, True):
+    for checkpointing in (0, 1, 2):
         estimate = estimates(tiny, activation_checkpointing=checkpointing)
         start = next(m for m in estimate.moments if m.label == "backward of lm_head")
         assert start.terms["saved activations"] == estimate.activations.saved_bytes(checkpointing=checkpointing)
@@ -335,10 +362,40 @@ def test_each_setting_moves_its_own_terms(tiny: Estimator) -> None:
     assert kept.moments[4].terms["gathered parameters"] < everything
     assert max(m.terms.get("gathered parameters", 0) for m in kept.moments) == everything
     assert max(m.terms.get("gathered parameters", 0) for m in base.moments) < everything
-    recomputed = estimates(tiny, activation_checkpointing=True)
+    recomputed = estimates(tiny, activation_checkpointing=1)
     assert max(m.terms["saved activations"] for m in recomputed.moments if "saved activations" in m.terms) < max(
         m.terms["saved activations"] for m in base.moments if "saved activations" in m.terms
     )
+
+
+def test_dealt_experts_are_reduced_inside_their_block(tiny: Estimator) -> None:
+    """Their weights and gradients are gone when the block's own gradients are reduced; a rank has half of them."""
+    whole, dealt = estimates(tiny), estimates(tiny, expert_parallel=2)
+    labels = [moment.label for moment in dealt.moments]
+    block = "model.layers.3"
+    at = labels.index(f"backward of {block}")
+    assert labels[at : at + 4] == [
+        f"backward of {block}",
+        f"gradient reduction of {block}.mlp.experts",
+        f"backward of {block}, after its experts",
+        f"gradient reduction of {block}",
+    ]
+    (experts,) = [peak for peak in dealt.unit_peaks if peak.unit.fqn == f"{block}.mlp.experts"]
+    # (4 experts, 2 x 32, 64) and (4, 64, 32) in bf16, two experts of each.
+    assert experts.gathered == experts.unsharded_gradients == 2 * 2 * (64 * 64 + 64 * 32)
+    before, _, after, _ = dealt.moments[at : at + 4]
+    assert before.terms["gathered parameters"] - after.terms["gathered parameters"] == experts.gathered
+    assert before.terms["unsharded gradients"] - after.terms["unsharded gradients"] == experts.unsharded_gradients
+    most = [max(moment.terms.get("gathered parameters", 0) for moment in e.moments) for e in (whole, dealt)]
+    assert most[0] - most[1] == experts.gathered
+
+
+def test_of_several_micro_batches_the_last_finds_all_gradients_there(tiny: Estimator) -> None:
+    """From its first moment on; collectives are as many times as many."""
+    one, three = estimates(tiny), estimates(tiny, micro_batches=3)
+    assert {m.terms["gradients"] for m in three.moments} == {one.moments[-1].terms["gradients"]}
+    assert "gradients" not in one.moments[0].terms
+    assert three.moved_bytes == 3 * one.moved_bytes
 
 
 # --- Against the real fully_shard, at full size -----------------------------------------------------------------------
@@ -346,7 +403,7 @@ def test_each_setting_moves_its_own_terms(tiny: Estimator) -> None:
 
 def test_real_fully_shard_builds_the_plan_of_flash_on_128_ranks() -> None:
     """On meta, with torch's fake process group: bytes of each group's shards and of its all-gather."""
-    settings = TrainingSettings(replicate=2, activation_checkpointing=True)
+    settings = TrainingSettings(replicate=2, expert_parallel=8, activation_checkpointing=2)
     plan = flash().plan(Cluster(128, 8), settings)
     assert flash().verify(plan, settings) == []
 
@@ -403,6 +460,11 @@ def test_search_leaves_alone_what_was_said(tiny: Estimator) -> None:
     everything = list(candidate_settings(resolve({"ranks": "8", "ranks_per_node": "2"})))
     assert len(everything) == len(set(everything)) == 3 * 2 * 2 * 2 * 2
     assert {settings.replicate for settings in everything} == {1, 2, 4}
+    dealt = list(candidate_settings(resolve({"ranks": "8", "ranks_per_node": "2"}), num_experts=12))
+    # Within a node, as wide as 12 experts and the ranks of a replica allow, and none.
+    assert Counter((s.replicate, s.expert_parallel) for s in dealt) == dict.fromkeys(
+        [(1, 2), (1, 4), (1, 1), (2, 2), (2, 4), (2, 1), (4, 2), (4, 1)], 16
+    )
     fixed = list(
         candidate_settings(resolve({"ranks": "8", "ranks_per_node": "2", "storage": "fp32", "offload": False}))
     )
@@ -463,7 +525,7 @@ def test_search_and_picture_from_the_command_line(config_json: str, tmp_path: Pa
     picture = tmp_path / "plan.png"
     shown = run(config_json, *TINY, "--device-memory-gib", "80", "--search", "--png", str(picture))
     assert shown.exit_code == 0, shown.output
-    assert shown.stdout.startswith("32 of 32 configurations fit 80.0 GiB per device (")
+    assert shown.stdout.startswith("80 of 80 configurations fit 80.0 GiB per device (")
     assert max(map(len, shown.stdout.splitlines())) <= 100
     from PIL import Image
 
@@ -478,6 +540,114 @@ def test_a_checkpoint_folder_is_planned_as_its_config(config_json: str) -> None:
     folder = str(Path(config_json).parent)
     a, b = (json.loads(run(model, *TINY, "--json").stdout)["plan_hash"] for model in (folder, config_json))
     assert a == b
+
+
+RUN = """
+steps: 10
+nproc: 4
+model: {path: PATH, init: random, storage: fp32}
+data: {kind: pretrain, sequence_length: 64, micro_batch_size: 2, global_batch_size: 16, path: somewhere}
+optimizer: {lr: 1.0e-3, name: muon}
+mesh: {expert_parallel: 2, activation_checkpointing: 2, reshard_after_forward: false}
+"""
+
+
+def write_run(config_json: str, tmp_path: Path, **sections: str) -> str:
+    """A configuration file of a run on the tiny model; ``sections`` replace lines of it."""
+    lines = RUN.replace("PATH", str(Path(config_json).parent)).strip().splitlines()
+    lines = [sections.pop(line.partition(":")[0], line) for line in lines]
+    (tmp_path / "run.yaml").write_text("\n".join([*lines, *sections.values()]) + "\n")
+    return str(tmp_path / "run.yaml")
+
+
+LORA = "model: {path: PATH, init: random, train: lora, lora: {rank: 4}}"
+PLANS = {
+    "masters": {},
+    "lora": {"model": LORA, "optimizer": "optimizer: {lr: 1.0e-3}"},
+    "lora in bf16": {"model": LORA.replace("rank: 4", "rank: 4, dtype: bf16")},
+    "frozen": {"model": "model: {path: PATH, init: random, freeze: [embed_tokens, layers.0]}", "mesh": "mesh: {}"},
+    "hsdp": {"mesh": "mesh: {replicate: 2, expert_parallel: 2, activation_checkpointing: 1}"},
+}
+
+
+@pytest.mark.parametrize("sections", PLANS.values(), ids=PLANS)
+def test_plan_of_a_configuration_is_the_one_that_the_trainer_applies(
+    sections: dict[str, str], config_json: str, tmp_path: Path
+) -> None:
+    """By its hash, from the trainer's own code on a fake process group: masters, adapters, frozen weights, experts."""
+    folder = str(Path(config_json).parent)
+    file = write_run(config_json, tmp_path, **{k: v.replace("PATH", folder) for k, v in sections.items()})
+    shown = run("--config", file, "--ranks-per-node", "2", "--json", "--verify")
+    assert shown.exit_code == 0, shown.output
+    config = resolve_run({}, base=read_config_file(file))
+    with fake_mesh(config.mesh_shape) as mesh:
+        dealt = config.mesh.expert_parallel
+        expert_mesh = make_expert_mesh(mesh, dealt) if dealt > 1 else None
+        applied = shard_on_meta(config, mesh, expert_mesh=expert_mesh, reader=None).plan
+    assert json.loads(shown.stdout)["plan_hash"] == applied.hash
+
+
+def test_settings_are_the_configurations_and_flags_win(config_json: str, tmp_path: Path) -> None:
+    """And what is from where is said."""
+    file = write_run(config_json, tmp_path)
+    shown = json.loads(run("--config", file, "--json").stdout)
+    assert shown["cluster"]["ranks"] == 4
+    assert shown["settings"] == {
+        "replicate": 1,
+        "expert_parallel": 2,
+        "storage": "fp32",
+        "reshard_after_forward": False,
+        "offload": False,
+        "activation_checkpointing": 2,
+        "batch": 2,
+        "sequence": 64,
+        "micro_batches": 2,
+        "optimizer": "muon",
+        "attention": ModelConfig(path="x").attention,
+    }
+    changed = run("--config", file, "--ranks", "8", "--expert-parallel", "1", "--optimizer", "sgd", "--batch", "1")
+    assert changed.exit_code == 0, changed.output
+    lines = changed.stdout.splitlines()
+    assert max(map(len, lines)) <= 100
+    text = " ".join(lines)
+    assert "8 ranks" in text
+    assert "reshard, checkpointing 1 in 2; sgd; 2 micro-batches per step" in text
+    assert "From the command line: --ranks, --expert-parallel, --batch, --optimizer" in text
+    assert "mesh.activation_checkpointing 2" in text
+    assert "From preset tiny: " not in text  # nothing of it is left
+    assert "mesh.replicate 1" in text[text.index("From defaults: ") :]
+
+
+def test_model_of_the_command_line_wins_over_the_configurations(config_json: str, tmp_path: Path) -> None:
+    """The file's path is then not looked at."""
+    model = "model: {path: /nowhere, init: random}"
+    file = write_run(config_json, tmp_path, model=model)
+    shown = run(config_json, "--config", file, "--json")
+    assert shown.exit_code == 0, shown.output
+    missing = run("--config", file)
+    assert (missing.exit_code, missing.stderr.count("\n")) == (2, 1)
+    assert "/nowhere" in missing.stderr
+
+
+@pytest.mark.parametrize(
+    ("sections", "flags", "message"),
+    [
+        ({"mesh": "mesh: {expert_paralel: 2}"}, (), "did you mean mesh.expert_parallel?"),
+        ({"steps": "steps: 0"}, (), "steps: "),
+        ({"mesh": "mesh: {expert_parallel: 3}"}, (), "mesh.expert_parallel: 3 does not divide the 4 ranks"),
+        ({}, ("--ranks", "3"), "mesh.expert_parallel: 2 does not divide the 3 ranks"),
+        ({}, ("--ranks", "32"), "global_batch_size"),
+        ({"model": LORA}, ("--storage", "fp32"), "fp32 is for weights that are trained"),
+        ({}, ("--attention", "flash"), "--attention: expected one of windowed, eager"),
+    ],
+)
+def test_mistakes_in_a_configuration_are_the_trainers(
+    sections: dict[str, str], flags: tuple[str, ...], message: str, config_json: str, tmp_path: Path
+) -> None:
+    """One line each, exit code 2."""
+    shown = run("--config", write_run(config_json, tmp_path, **sections), *flags)
+    assert (shown.exit_code, len(shown.stderr.splitlines())) == (2, 1), shown.output
+    assert message in shown.stderr
 
 
 def test_all_mistakes_are_reported_at_once() -> None:
@@ -501,7 +671,11 @@ def test_all_mistakes_are_reported_at_once() -> None:
         ({"ranks": "8", "device_memory_gib": "nan"}, "a number above 0"),
         ({"ranks": "8", "device_memory_gib": "-1"}, "a number above 0"),
         ({"ranks": "8", "sequence": "1"}, "a whole number of 2 or more"),
-        ({"ranks": "8", "optimizer": "adamw8bit"}, "did you mean adamw-8bit?"),
+        ({"ranks": "8", "optimizer": "adamw-8bit"}, "did you mean adamw_8bit?"),
+        ({"ranks": "8", "attention": "flash"}, "expected one of windowed, eager, got 'flash'"),
+        ({"ranks": "8", "expert_parallel": "3"}, "a divisor of the 8 ranks of a replica, got 3"),
+        ({"ranks": "8", "replicate": "2", "expert_parallel": "8"}, "a divisor of the 4 ranks of a replica, got 8"),
+        ({"ranks": "8", "activation_checkpointing": "-1"}, "a whole number of 0 or more"),
     ],
 )
 def test_impossible_settings_are_refused_in_the_words_of_the_command_line(texts: dict[str, str], message: str) -> None:

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dsv4_fsdp.alignment import indexer_parameters
+from dsv4_fsdp.chunk_sizes import as_on_an_accelerator
 from dsv4_fsdp.model_layout import layout_of
 from dsv4_fsdp.torch_private import FakeTensorMode, TorchDispatchMode, pytree
 
@@ -111,7 +112,8 @@ def measure_activations(
         kinds.setdefault((index >= first, _kind_of(block)), []).append(index)
     chosen = [indices[0] for indices in kinds.values()]
     _keep_blocks(model, layout.blocks, chosen)
-    run = _run([blocks[index] for index in chosen], model, batch, sequence)
+    with as_on_an_accelerator():
+        run = _run([blocks[index] for index in chosen], model, batch, sequence)
     run = [
         replace(measured, part=replace(measured.part, saved_bytes=0, backward_peak_bytes=0), input_bytes=0)
         if 0 < place <= len(chosen) and chosen[place - 1] < first

@@ -336,7 +336,7 @@ def step_moments(
                 f"gradient reduction of {experts.unit.fqn}",
                 **inside,
                 working_memory=recomputed,
-                unsharded_gradients=stage.unsharded_gradients,
+                unsharded_gradients=stage.unsharded_gradients + root_gradients,
                 reduce_buffers=experts.reduce_scatter_input + experts.reduce_scatter_output,
             )
             held_input = experts.reduce_scatter_input
@@ -345,7 +345,7 @@ def step_moments(
                 f"backward of {unit.fqn}, after its experts",
                 **inside,
                 working_memory=working,
-                unsharded_gradients=peak.unsharded_gradients,
+                unsharded_gradients=peak.unsharded_gradients + root_gradients,
                 reduce_buffers=held_input,
             )
         if peak.reduce_scatter_input:
