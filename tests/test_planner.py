@@ -611,7 +611,7 @@ def test_settings_are_the_configurations_and_flags_win(config_json: str, tmp_pat
     assert max(map(len, lines)) <= 100
     text = " ".join(lines)
     assert "8 ranks" in text
-    assert "reshard, checkpointing 1 in 2; sgd; 2 micro-batches per step" in text
+    assert "reshard, recompute 1 in 2; sgd; 2 micro-batches per step" in text
     assert "From the command line: --ranks, --expert-parallel, --batch, --optimizer" in text
     assert "mesh.activation_checkpointing 2" in text
     assert "From preset tiny: " not in text  # nothing of it is left

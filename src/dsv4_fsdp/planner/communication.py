@@ -107,8 +107,8 @@ def collectives(plan: ShardingPlan, dispatch: Dispatch | None = None) -> Iterato
         for unit in (*stage, following[0]):
             yield from gather(unit)
         if dispatch is not None:
-            for experts in stage[1:]:
-                yield from _exchange(plan, experts, dispatch, "forward")
+            for unit in stage[1:]:
+                yield from _exchange(plan, unit, dispatch, "forward")
     backward = _Backward(plan)
     # Where the root holds the embedding, what it passes on needs a gradient.
     root_first = root.trains and running[0].role != "embedding"
@@ -119,9 +119,9 @@ def collectives(plan: ShardingPlan, dispatch: Dispatch | None = None) -> Iterato
     for stage, comes_by in zip(reversed(stages), reversed(is_reached), strict=True):
         if not comes_by:
             continue  # gathered at most, by the unit after it
-        block, *experts = stage
+        block = stage[0]
         yield from backward.arrive(block)
-        for unit in experts:
+        for unit in stage[1:]:
             if dispatch is not None and plan.recomputes(block):
                 yield from _exchange(plan, unit, dispatch, "forward")
             yield from backward.arrive(unit)

@@ -158,7 +158,9 @@ def search_text(found: Found, *, limit: int = 12) -> RenderableType:
             Text(f"Nearest: {nearest.estimate.settings.describe(found.cluster)}: {nearest.reason}"),
             Text("In the way: " + ", ".join(f"{name} ({count} times)" for name, count in reasons.most_common(3))),
         ]
-    fits = section(["configuration", "needs", "moved", "inter-node", "host copies", "host"])
+    fits = section(["configuration", "needs", "moved", "between", "copies", "host"])
+    for column in fits.columns[1:]:
+        column.min_width = len("1,000.0")  # a long configuration is cut, not a number
     for candidate in found.fitting[:limit]:
         estimate = candidate.estimate
         offload = (estimate.host_copy_bytes, estimate.host.offload) if estimate.settings.offload else ()
@@ -168,6 +170,7 @@ def search_text(found: Found, *, limit: int = 12) -> RenderableType:
         fits.add_row(f"... and {len(found.fitting) - limit} more (--json has all)")
     rejected = section(["configuration", "why"])
     rejected.columns[1].justify = "left"
+    rejected.columns[1].min_width = 40
     for candidate in found.rejected[:limit]:
         rejected.add_row(candidate.estimate.settings.describe(found.cluster), candidate.reason)
     if len(found.rejected) > limit:
@@ -175,7 +178,8 @@ def search_text(found: Found, *, limit: int = 12) -> RenderableType:
     parts: list[RenderableType] = [*lines, Text("")]
     parts += (
         [
-            Text("Fitting, least moved first (GiB per rank and step; host memory in GiB per node)", style="bold"),
+            Text("Fitting, least moved first (GiB per device, moved per step and between nodes of it;", style="bold"),
+            Text("copies to and from the host per step; offloaded to the host per node)", style="bold"),
             fits,
             Text(""),
         ]

@@ -113,18 +113,18 @@ class TrainingSettings:
         return (shard,) if self.replicate == 1 else (self.replicate, shard)
 
     def describe(self, cluster: Cluster) -> str:
-        """One line, such as ``HSDP 16x8, experts over 8, bf16, reshard, checkpointing``."""
+        """One line, such as ``HSDP 16x8, EP 8, bf16, reshard, recompute``."""
         shape = self.mesh_shape(cluster)
         reshard = self.reshard_after_forward
         parts = [
             f"{'HSDP' if len(shape) == 2 else 'FSDP'} {'x'.join(map(str, shape))}",
-            *([f"experts over {self.expert_parallel}"] if self.expert_parallel > 1 else []),
+            *([f"EP {self.expert_parallel}"] if self.expert_parallel > 1 else []),
             self.storage,
             "reshard" if reshard is True else "no reshard" if reshard is False else f"reshard to {reshard}",
         ]
         if self.activation_checkpointing:
             every = self.activation_checkpointing
-            parts.append("checkpointing" if every == 1 else f"checkpointing 1 in {every}")
+            parts.append("recompute" if every == 1 else f"recompute 1 in {every}")
         parts += ["offload"] * self.offload
         return ", ".join(parts)
 
