@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from dsv4_fsdp import ShardingPlan, parallelize, use_windowed_attention
+from dsv4_fsdp.alignment import indexer_parameters
 from dsv4_fsdp.expert_parallel import make_expert_mesh
 from dsv4_fsdp.names import canonical_name
 from dsv4_fsdp.torch_private import parameter_groups
+from dsv4_fsdp.train.build_model import prepare
+from dsv4_fsdp.train.config import ModelConfig
 from dsv4_fsdp.train.optimizer_settings import OptimizerSettings
 from dsv4_fsdp.train.optimizers import make_optimizer
 from dsv4_fsdp.train.optimizers import parameter_groups as parameter_groups_of_trainer
@@ -130,10 +133,14 @@ def kept_by_a_real_forward(
     attention: str = "eager",
     sharded: bool = False,
     expert_parallel: int = 1,
-    layers: Sequence[str] | None = None,
+    trained: ModelConfig | None = None,
 ) -> int:
     """Bytes that autograd keeps of a forward with loss on this process's CPU, without parameters and buffers."""
-    model = tiny_transformers() if layers is None else tiny_transformers(layers)
+    model = tiny_transformers()
+    if trained is not None:
+        prepare(model, trained, [])
+        for param in indexer_parameters(model).values():
+            param.requires_grad_(False)
     model.config._experts_implementation = "grouped_mm"  # type: ignore[union-attr]
     if attention == "windowed":
         use_windowed_attention(model)
@@ -150,14 +157,14 @@ def kept_by_a_real_forward(
         kept[storage._cdata] = storage
         return tensor
 
-    def keep_inputs(_: nn.Module, args: Any, kwargs: Any) -> None:
+    def keep_inputs(_: nn.Module, args: Any, kwargs: Any, output: torch.Tensor) -> None:
         for value in tree_leaves((args, kwargs)):  # RoPE tables come in a dict
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and output.requires_grad:  # else nothing of the call survives it
                 keep(value)
 
     if checkpointing:
         for block in [*model.get_submodule("model.layers").children()][::checkpointing]:
-            block.register_forward_pre_hook(keep_inputs, with_kwargs=True)
+            block.register_forward_hook(keep_inputs, with_kwargs=True)
     ids = torch.randint(0, 128, (batch, length))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)

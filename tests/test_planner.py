@@ -247,6 +247,25 @@ def _planned(tiny: Estimator, batch: int, length: int, checkpointing: int, atten
     return activations.saved_bytes(checkpointing=checkpointing)
 
 
+TRAINED = {
+    "adapters": ModelConfig(path="-", train="lora"),
+    "last blocks": ModelConfig(path="-", freeze=("embed_tokens", "layers.0", "layers.1")),
+}
+
+
+@pytest.mark.parametrize("attention", ["eager", "windowed"])
+@pytest.mark.parametrize("checkpointing", [0, 1])
+@pytest.mark.parametrize("trained", TRAINED.values(), ids=TRAINED)
+def test_predicted_activations_hold_for_frozen_weights(
+    trained: ModelConfig, checkpointing: int, attention: str
+) -> None:
+    """Nothing is kept before the first trainable parameter, and no inputs of frozen products: within 5 %."""
+    estimator = Estimator("tiny", transformers_config(), trained=trained)
+    planned = _planned(estimator, 1, 64, checkpointing, attention)
+    real = kept_by_a_real_forward(batch=1, length=64, checkpointing=checkpointing, attention=attention, trained=trained)
+    assert planned == pytest.approx(real, rel=0.05)
+
+
 def test_one_block_of_a_kind_stands_for_all(tiny: Estimator) -> None:
     """The tiny model's second and fourth block differ in their router; doubled layers add their kind's bytes."""
     activations = tiny.estimate(Cluster(2, 2), SETTINGS).activations
@@ -294,6 +313,15 @@ def test_traffic_counts_are_the_plans(changes: dict[str, int], tiny: Estimator) 
         for row in tiny.estimate(Cluster(4, 2), replace(settings, micro_batches=micro_batches)).traffic:
             counts[row.kind] += row.count
         assert counts == Counter(plan.collectives_per_step(micro_batches=micro_batches))
+
+
+@pytest.mark.parametrize("expert_parallel", [1, 2])
+@pytest.mark.parametrize("line", ["embedding_frozen", "one_block_frozen", "three_blocks_frozen", "lora"])
+def test_counts_are_the_plans_where_backward_does_not_come_by(line: str, expert_parallel: int) -> None:
+    """Frozen blocks are gathered once, the last of them partly again; their tokens travel in forward alone."""
+    plan = plan_sharding(LINES[line].build(), mesh_shape=(4,), expert_parallel=expert_parallel)
+    dispatch = Dispatch(rows=1, hidden=1, num_experts=4) if expert_parallel > 1 else None
+    assert Counter(c.kind for c in collectives(plan, dispatch)) == Counter(plan.collectives_per_step())
 
 
 @pytest.mark.parametrize(("ranks_per_node", "inter"), [(8, 0.0), (4, 4 / 7), (2, 6 / 7)])

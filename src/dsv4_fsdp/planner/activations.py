@@ -8,8 +8,7 @@ kind if their modules have the same classes, shapes and dtypes.
 The fake device is the CPU with Transformers' default expert implementation (``grouped_mm``) and the model's attention
 (eager keeps several matrices of heads x tokens x keys, most of what there is at 4,096 tokens). The loss is the
 trainer's: a cross entropy in fp32 over all positions. Where the embedding is frozen, blocks before the first trainable
-parameter keep nothing, and the others are measured as if a gradient arrived at their input, which is too much for the
-first of them alone.
+parameter keep nothing, and the block that holds it less than others of its kind, so it is measured by itself.
 
 With activation checkpointing a block keeps its input alone and is run again in backward, so nothing more is measured.
 Under expert parallelism a rank's experts see as many rows as they would without, on average.
@@ -19,7 +18,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -109,17 +108,11 @@ def measure_activations(
     first = _first_reached(model, blocks)
     kinds: dict[Hashable, list[int]] = {}
     for index, block in enumerate(blocks):
-        kinds.setdefault((index >= first, _kind_of(block)), []).append(index)
+        kinds.setdefault((min(2, max(0, index - first + 1)), _kind_of(block)), []).append(index)
     chosen = [indices[0] for indices in kinds.values()]
     _keep_blocks(model, layout.blocks, chosen)
     with as_on_an_accelerator():
         run = _run([blocks[index] for index in chosen], model, batch, sequence)
-    run = [
-        replace(measured, part=replace(measured.part, saved_bytes=0, backward_peak_bytes=0), input_bytes=0)
-        if 0 < place <= len(chosen) and chosen[place - 1] < first
-        else measured
-        for place, measured in enumerate(run)
-    ]
     return Activations(
         batch,
         sequence,
@@ -144,9 +137,9 @@ class _Measured:
 
 
 def _first_reached(model: nn.Module, blocks: Sequence[nn.Module]) -> int:
-    """The first block that backward reaches: 0 where the embedding trains, or what stands for it (tied to the head)."""
+    """The first block that backward reaches, if that is not the embedding: then -1."""
     if any(param.requires_grad for param in _embedding(model).parameters()):
-        return 0
+        return -1
     trains = (i for i, block in enumerate(blocks) if any(param.requires_grad for param in block.parameters()))
     return next(trains, len(blocks))
 
@@ -254,12 +247,13 @@ def _run(blocks: Sequence[nn.Module], model: nn.Module, batch: int, sequence: in
                 # What all blocks are handed (RoPE tables, mask, ids) was made by the prelude and stays for all of them.
                 for tensor in tensors:
                     number = ledger.number_of(tensor)
-                    if not tensor.requires_grad and number not in known:
+                    if tensor is tensors[0]:  # hidden states
+                        inputs[part] += tensor.untyped_storage().nbytes()
+                        if tensor.requires_grad:
+                            tensor.register_hook(begins_in_backward(part - 1))
+                    elif number not in known:
                         known.add(number)
                         saved[0][number] = tensor.untyped_storage().nbytes()
-                    elif tensor.requires_grad:
-                        inputs[part] += tensor.untyped_storage().nbytes()
-                        tensor.register_hook(begins_in_backward(part - 1))
                 forward_marks.append(ledger.mark())
 
             return hook
@@ -274,11 +268,7 @@ def _run(blocks: Sequence[nn.Module], model: nn.Module, batch: int, sequence: in
 
             return hook
 
-        def require_grad(_: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-            return output if output.requires_grad else output.requires_grad_()
-
         handles = [h for i, b in enumerate(blocks, 1) for h in _hook(b, before(i), after(i))]
-        handles.append(_embedding(model).register_forward_hook(require_grad))
         try:
             forward_marks.append(ledger.mark())
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -294,7 +284,7 @@ def _run(blocks: Sequence[nn.Module], model: nn.Module, batch: int, sequence: in
 
     measured = []
     for part in range(num_parts):
-        start = backward_marks[part]
+        start = backward_marks.get(part, backward_end)  # it may have none
         end = backward_marks.get(part - 1, backward_end)
         measured.append(
             _Measured(
@@ -303,7 +293,7 @@ def _run(blocks: Sequence[nn.Module], model: nn.Module, batch: int, sequence: in
                     ledger.peak(forward_marks[part], forward_marks[part + 1]),
                     ledger.peak(start, end, without=gradients),
                 ),
-                inputs[part],
+                inputs[part] if part in backward_marks else 0,
             )
         )
     return measured

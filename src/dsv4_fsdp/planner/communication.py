@@ -113,13 +113,11 @@ def collectives(plan: ShardingPlan, dispatch: Dispatch | None = None) -> Iterato
     # Where the root holds the embedding, what it passes on needs a gradient.
     root_first = root.trains and running[0].role != "embedding"
     first = None if root_first else next((u for stage in stages for u in stage if u.trains), None)
-    reached = root_first
-    is_reached = [reached := reached or any(unit.trains for unit in stage) for stage in stages]
     yield from backward.arrive(root)
-    for stage, comes_by in zip(reversed(stages), reversed(is_reached), strict=True):
-        if not comes_by:
-            continue  # gathered at most, by the unit after it
+    for stage in reversed(stages):
         block = stage[0]
+        if not plan.gradient_arrives_at(block):
+            continue  # gathered at most, by the unit after it
         yield from backward.arrive(block)
         for unit in stage[1:]:
             if dispatch is not None and plan.recomputes(block):
