@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -125,6 +126,13 @@ def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 # --- What autograd keeps ----------------------------------------------------------------------------------------------
 
 
+class _Kept:
+    """What autograd holds in place of a saved tensor: it is kept as long as this lives."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
 def kept_by_a_real_forward(
     *,
     batch: int,
@@ -150,23 +158,24 @@ def kept_by_a_real_forward(
         parallelize(model, mesh, activation_checkpointing=checkpointing, expert_mesh=expert_mesh)
     elif checkpointing:
         _checkpoint_blocks(model, checkpointing)
-    kept: dict[int, torch.UntypedStorage] = {}
+    kept: weakref.WeakSet[_Kept] = weakref.WeakSet()
+    inputs: list[torch.Tensor] = []
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        kept[storage._cdata] = storage
-        return tensor
+    def keep(tensor: torch.Tensor) -> _Kept:
+        packed = _Kept(tensor)
+        kept.add(packed)
+        return packed
 
     def keep_inputs(_: nn.Module, args: Any, kwargs: Any, output: torch.Tensor) -> None:
-        for value in tree_leaves((args, kwargs)):  # RoPE tables come in a dict
-            if isinstance(value, torch.Tensor) and output.requires_grad:  # else nothing of the call survives it
-                keep(value)
+        if output.requires_grad:  # else nothing of the call survives it
+            leaves = tree_leaves((args, kwargs))  # RoPE tables come in a dict
+            inputs.extend(value for value in leaves if isinstance(value, torch.Tensor))
 
     if checkpointing:
         for block in [*model.get_submodule("model.layers").children()][::checkpointing]:
             block.register_forward_hook(keep_inputs, with_kwargs=True)
     ids = torch.randint(0, 128, (batch, length))
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda packed: packed.tensor):
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
         loss = nn.functional.cross_entropy(logits.float(), ids[:, 1:].flatten(), reduction="sum")
     own = [*model.parameters(), *model.buffers()]
@@ -175,7 +184,8 @@ def kept_by_a_real_forward(
         for param in group.fsdp_params:
             # What a unit is gathered into; freed or not, it is the unit's and not autograd's.
             ours |= {t.untyped_storage()._cdata for t in param.all_gather_outputs}
-    total = sum(storage.nbytes() for key, storage in kept.items() if key not in ours)
+    storages = {s._cdata: s for s in (t.untyped_storage() for t in [*(k.tensor for k in kept), *inputs])}
+    total = sum(storage.nbytes() for key, storage in storages.items() if key not in ours)
     loss.backward()
     return total
 
