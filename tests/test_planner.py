@@ -26,6 +26,7 @@ from dsv4_fsdp.planner.estimate import Estimate, Estimator
 from dsv4_fsdp.planner.fake_mesh import fake_mesh
 from dsv4_fsdp.planner.memory import MARGIN_FRACTION, checkpoint_bytes, state_bytes, unit_peaks
 from dsv4_fsdp.planner.model_sources import PRESETS, build_on_meta, load_config
+from dsv4_fsdp.planner.optimizer_state import algorithm_of
 from dsv4_fsdp.planner.search import candidate_settings, search_configurations
 from dsv4_fsdp.planner.settings import Cluster, SettingsError, TrainingSettings, resolve
 from dsv4_fsdp.train.build_model import shard_on_meta
@@ -186,6 +187,29 @@ def test_gathered_and_reduced_sizes_of_a_unit_by_hand() -> None:
     assert after.unsharded_gradients - before.unsharded_gradients == 5 * 3 * 2
     assert after.reduce_scatter_input - before.reduce_scatter_input == 8 * 3 * 4
     assert after.reduce_scatter_output - before.reduce_scatter_output == 2 * 3 * 4
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_moments_are_quantised_by_the_trainers_rule(ranks: int) -> None:
+    """Shards that are even, large enough and whole blocks; asked of the trainer with a sharded parameter of the shape."""
+    import torch
+    from torch.distributed.tensor import DTensor, Shard
+
+    from dsv4_fsdp.plan import ParamPlan
+    from dsv4_fsdp.train.stochastic_adamw import _shards_are_blocks
+
+    answers = set()
+    with fake_mesh((ranks,)) as mesh:
+        for shape in ((48, 1024), (49, 1024), (50, 1024), (48, 1000), (12, 256), (16, 1024, 3)):
+            local = torch.empty(-(-shape[0] // ranks), *shape[1:], device="meta")
+            stride = torch.empty(shape, device="meta").stride()
+            param = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride)
+            planned = ParamPlan("w", shape, "bfloat16", False, True, "")
+            found = algorithm_of("adamw_8bit", planned, {"w": ("matrices", "adamw")}, num_shards=ranks)
+            assert (found == "adamw_8bit") == _shards_are_blocks(param)
+            answers.add(found)
+            assert algorithm_of("adamw_8bit", planned, {"w": ("no decay", "adamw")}, num_shards=ranks) != "adamw_8bit"
+    assert len(answers) == 2
 
 
 def test_checkpoint_is_as_large_as_the_saved_file(tiny: Estimator, tmp_path: Path) -> None:

@@ -24,7 +24,6 @@ from .memory import (
     MARGIN_FRACTION,
     HostMemory,
     Moment,
-    Roles,
     StateBytes,
     UnitPeak,
     buffer_bytes,
@@ -36,6 +35,7 @@ from .memory import (
     unit_peaks,
 )
 from .model_sources import build_on_meta, has_windowed_attention
+from .optimizer_state import Roles
 from .settings import ATTENTIONS, STORAGES, Cluster, TrainingSettings
 from .simulation import simulate
 

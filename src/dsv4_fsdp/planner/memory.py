@@ -31,6 +31,7 @@ from torch import nn
 from dsv4_fsdp.plan import GroupPlan, ParamPlan, ShardingPlan, UnitPlan
 
 from .activations import Activations, Part
+from .optimizer_state import Roles, algorithm_of, optimizer_state_bytes, optimizer_temporaries
 from .settings import Cluster, TrainingSettings
 
 __all__ = [
@@ -42,7 +43,6 @@ __all__ = [
     "buffer_bytes",
     "checkpoint_bytes",
     "host_memory",
-    "optimizer_state_bytes",
     "peak_of",
     "state_bytes",
     "step_moments",
@@ -52,11 +52,6 @@ __all__ = [
 MARGIN_FRACTION = 0.08
 """Share of a device's memory that is left to the CUDA context, NCCL's buffers and the allocator's fragmentation. An
 assumption: nothing of this project has run on a GPU yet."""
-
-_AO_BLOCK = 256  # see dsv4_fsdp.train.stochastic_adamw: what is quantised is in blocks of so many elements
-_AO_MIN_NUMEL = 4096  # and smaller shards are not quantised
-_AO_QMAP_BYTES = 256 * 4
-_STEP_BYTES = 4  # AdamW's step count is a scalar fp32 tensor for each parameter
 
 
 def _itemsize(dtype: str) -> int:
@@ -106,7 +101,7 @@ def state_bytes(
     """Exact bytes of parameters, gradients (after a backward) and optimizer state (after a step) of one rank.
 
     Args:
-        optimizer, roles: see :func:`optimizer_state_bytes`.
+        optimizer, roles: see :mod:`.optimizer_state`.
         shard_coordinate: the rank's place on the shard axis; the first has the largest optimizer state.
     """
     sums = dict.fromkeys(("parameters", "gradients", "optimizer"), 0)
@@ -119,7 +114,7 @@ def state_bytes(
         if param.trainable:
             into["gradients"] += padded
             into["optimizer"] += optimizer_state_bytes(
-                _algorithm(optimizer, param, roles, num_shards=plan.mesh_shape[-1]),
+                algorithm_of(optimizer, param, roles, num_shards=plan.mesh_shape[-1]),
                 local_numel=_local_numel(plan, unit, param, shard_coordinate),
                 itemsize=itemsize,
             )
@@ -127,43 +122,6 @@ def state_bytes(
         sums["parameters"], islands["parameters"], sums["gradients"], islands["gradients"],
         sums["optimizer"], islands["optimizer"], buffers,
     )  # fmt: skip
-
-
-Roles = Mapping[str, tuple[str, str]]
-"""Canonical name -> role and algorithm of a parameter in the trainer's groups
-(:class:`dsv4_fsdp.train.optimizers.ParameterGroup`)."""
-
-
-def _algorithm(optimizer: str, param: ParamPlan, roles: Roles | None, *, num_shards: int) -> str:
-    """How ``optimizer`` moves this parameter; see :mod:`dsv4_fsdp.train.optimizers` and its modules for the rules."""
-    if optimizer not in ("adamw_8bit", "muon"):
-        return optimizer
-    assert roles is not None, f"{optimizer} treats parameters by their role"
-    role, algorithm = roles[param.fqn]
-    if optimizer == "muon":
-        return algorithm
-    # Experts under expert parallelism are cut as often as everything else, along two axes.
-    local_numel = math.prod(param.shape) // num_shards
-    in_blocks = param.shape[0] % num_shards == 0 and local_numel >= _AO_MIN_NUMEL and local_numel % _AO_BLOCK == 0
-    return "adamw_8bit" if role in ("matrices", "embeddings") and in_blocks else "adamw_bf16_sr"
-
-
-def optimizer_state_bytes(algorithm: str, *, local_numel: int, itemsize: int) -> int:
-    """State of one parameter on one rank: ``local_numel`` elements of ``itemsize`` bytes, without padding.
-
-    ``adamw``: two moments like the parameter, and a step count. ``adamw_bf16_sr``: two moments in fp32, and the count.
-    ``adamw_8bit``: for each moment a byte per element, an fp32 scale per 256 of them and a table of 256, and the count.
-    ``muon``: one momentum in fp32. ``sgd-momentum``: one buffer like the parameter.
-    """
-    moment = {
-        "adamw": 2 * local_numel * itemsize + _STEP_BYTES,
-        "adamw_bf16_sr": 2 * local_numel * 4 + _STEP_BYTES,
-        "adamw_8bit": 2 * (local_numel + local_numel // _AO_BLOCK * 4 + _AO_QMAP_BYTES) + _STEP_BYTES,
-        "muon": local_numel * 4,
-        "sgd-momentum": local_numel * itemsize,
-        "sgd": 0,
-    }
-    return moment[algorithm]
 
 
 def _parameters(plan: ShardingPlan) -> Iterable[tuple[UnitPlan, GroupPlan, ParamPlan]]:
@@ -370,7 +328,9 @@ def step_moments(
             reduce_buffers=root.reduce_scatter_input + root.reduce_scatter_output + held_input,
         )
     reduced += root.sharded_gradients + root.island_gradients
-    note("optimizer step", working_memory=on_device * _optimizer_temporaries(plan, peaks, settings.optimizer))
+    shards = [(_padded_numel(plan, u, p), p.shape) for u, _, p in _parameters(plan) if p.trainable]
+    temporaries = optimizer_temporaries(settings.optimizer, gradients=reduced, shards=shards)
+    note("optimizer step", working_memory=on_device * temporaries)
     return tuple(moments)
 
 
@@ -438,23 +398,6 @@ def _stages(running: Iterable[UnitPeak], plan: ShardingPlan, islands: int) -> li
     return stages
 
 
-def _optimizer_temporaries(plan: ShardingPlan, peaks: Iterable[UnitPeak], optimizer: str) -> int:
-    """Most that the optimizer's step has beside its state."""
-    trained = [(u, g, p) for u, g, p in _parameters(plan) if p.trainable]
-    if optimizer == "adamw":
-        # foreach makes the square roots of all second moments at once: a list as large as the parameters.
-        return sum(peak.sharded_gradients + peak.island_gradients for peak in peaks)
-    shards = [_padded_numel(plan, unit, param) for unit, _, param in trained]
-    if optimizer in ("adamw_8bit", "adamw_bf16_sr"):
-        # One parameter at a time; not compiled, five tensors in fp32: gradient, both moments, the weight, the update.
-        return 5 * 4 * max(shards, default=0)
-    if optimizer == "muon":
-        # One matrix at a time, gathered whole in bf16: the update, its product, and what the iteration makes of it.
-        whole = max((math.prod(p.shape[-2:]) for _, _, p in trained if len(p.shape) > 1), default=0)
-        return 3 * 4 * max(shards, default=0) + 4 * 2 * whole
-    return 0
-
-
 def peak_of(moments: Iterable[Moment]) -> Moment:
     """The moment with most in memory."""
     return max(moments, key=lambda moment: moment.total_bytes)
@@ -519,7 +462,7 @@ def checkpoint_bytes(
         numel = math.prod(param.shape)
         weights += numel * itemsize
         if param.trainable:
-            algorithm = _algorithm(optimizer, param, roles, num_shards=plan.mesh_shape[-1])
+            algorithm = algorithm_of(optimizer, param, roles, num_shards=plan.mesh_shape[-1])
             states += optimizer_state_bytes(algorithm, local_numel=numel, itemsize=itemsize)
     return weights + buffers, weights + buffers + states
 
