@@ -191,7 +191,7 @@ def test_gathered_and_reduced_sizes_of_a_unit_by_hand() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 def test_moments_are_quantised_by_the_trainers_rule(ranks: int) -> None:
-    """Shards that are even, large enough and whole blocks; asked of the trainer with a sharded parameter of the shape."""
+    """Shards that are even, large enough and whole blocks; asked of the trainer with a sharded parameter."""
     import torch
     from torch.distributed.tensor import DTensor, Shard
 
