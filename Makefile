@@ -3,6 +3,8 @@
 #   make train                        a tiny model on this machine, in runs/tiny-<time>
 #   make test  TESTARGS="-k pool"     the tests
 #   make check                        ruff and mypy
+#   make test-torch TORCH=2.15.0      the engine's tests with another torch, in .venv-torch-2.15.0
+#   make families                     docs/families.md anew: every family of transformers with fp32 tensors
 #   make clean                        removes caches and builds; keeps .venv and runs/
 #
 # The first call builds .venv from constraints.txt, and again when a pin, pyproject.toml or the Python version changes.
@@ -16,7 +18,12 @@ BIN := $(VENV)/bin
 PINS := $(shell { $(PYTHON) --version; cat pyproject.toml constraints.txt; } | cksum | tr ' ' '-')
 INSTALLED := $(VENV)/.installed-$(PINS)
 
-.PHONY: train test check clean
+# What stands on torch's internals: the engine, and both models whole. Not the trainer, planner, report or integrations.
+ENGINE_TESTS := test_torch_private test_doctor test_fsdp_api test_collectives test_lost_islands test_compile \
+	test_optimizer_and_checkpoint test_families test_parity
+TORCH_VENV := .venv-torch-$(TORCH)
+
+.PHONY: train test test-torch check families clean
 
 train: $(INSTALLED)
 	$(BIN)/dsv4-fsdp train --run-dir runs/tiny-$$(date +%Y%m%d-%H%M%S) $(ARGS)
@@ -24,10 +31,24 @@ train: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(TESTARGS)
 
+# Apart from .venv: the pins without torch and what only torch needs, since each torch asks for its own of these.
+test-torch:
+	$(if $(TORCH),,$(error say which: make test-torch TORCH=2.15.0))
+	[ -x $(TORCH_VENV)/bin/python ] || $(PYTHON) -m venv $(TORCH_VENV)
+	grep -vE '^(torch|setuptools|sympy|mpmath|networkx)==' constraints.txt > $(TORCH_VENV)/constraints.txt
+	echo "torch==$(TORCH)" >> $(TORCH_VENV)/constraints.txt
+	$(TORCH_VENV)/bin/python -m pip install -qq -c $(TORCH_VENV)/constraints.txt \
+		--build-constraint constraints.txt -e ".[train,test]"
+	$(TORCH_VENV)/bin/python -m pip install -qq -c $(TORCH_VENV)/constraints.txt --no-deps nemo-automodel
+	$(TORCH_VENV)/bin/python -m pytest $(ENGINE_TESTS:%=tests/%.py) $(TESTARGS)
+
 check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+families: $(INSTALLED)
+	$(BIN)/python tests/sweep_families.py
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache

@@ -7,7 +7,7 @@ import math
 
 import torch
 import torch.distributed as dist
-from cases_parity import BF16, mesh_of, whole_model
+from cases_parity import BF16, blocks_of, mesh_of, whole_model, with_master_weights
 from reference import LockstepResult, Recorder, lockstep, token_loss
 from tiny_models import ModelKind, tiny_batch, tiny_nemo
 from torch import nn
@@ -46,9 +46,11 @@ def eight_nemo_blocks(units: str) -> LockstepResult:
     return lockstep(build, shard, [tiny_batch("nemo", 256, seed=dist.get_rank())], record=True)
 
 
-def recorded_step(kind: ModelKind, mesh_shape: tuple[int, ...]) -> tuple[ShardingPlan, list, list]:
+def recorded_step(
+    kind: ModelKind, mesh_shape: tuple[int, ...], *, master_weights: bool = False
+) -> tuple[ShardingPlan, list, list]:
     """The plan, and the collectives of one forward and of one backward, in order."""
-    model = whole_model(kind)
+    model = with_master_weights(kind) if master_weights else whole_model(kind)
     plan = parallelize(model, mesh_of(mesh_shape))
     batch = tiny_batch(kind, 40, seed=dist.get_rank())
     with Recorder() as forward:
@@ -57,3 +59,19 @@ def recorded_step(kind: ModelKind, mesh_shape: tuple[int, ...]) -> tuple[Shardin
         loss.backward()
     assert math.isfinite(loss.item())
     return plan, forward.collectives, backward.collectives
+
+
+def reductions_of_a_thawed_block(kind: ModelKind) -> set[torch.dtype]:
+    """In what a block's gradients are reduced that was frozen, islands too, for the first step."""
+    model = whole_model(kind)
+    block = blocks_of(model)[1]
+    block.requires_grad_(False)
+    parallelize(model, mesh_of((dist.get_world_size(),)))
+    batch = tiny_batch(kind, 40, seed=dist.get_rank())
+    for frozen in (True, False):
+        block.requires_grad_(not frozen)
+        freeze_indexers(model)
+        with Recorder() as step:
+            token_loss(model(input_ids=batch.input_ids).logits, batch).backward()
+    assert any(param.grad is not None for param in block.parameters())
+    return {c.dtype for c in step.collectives if c.kind == "reduce_scatter"}

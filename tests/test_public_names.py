@@ -15,6 +15,8 @@ PUBLIC = [
     "Alignment",
     "AttentionError",
     "audit",
+    "compile_blocks",
+    "CompileReport",
     "Contract",
     "ContractError",
     "Dsv4FsdpError",

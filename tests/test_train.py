@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from tiny_models import island_buffer_names, island_names
 from typer.testing import CliRunner
 
-from dsv4_fsdp import __version__, plan_sharding
+from dsv4_fsdp import __version__, plan_sharding, use_windowed_attention
 from dsv4_fsdp.cli import app
 from dsv4_fsdp.train.config import from_yaml
 from dsv4_fsdp.train.tiny_model import build_tiny_model
@@ -127,6 +127,7 @@ def test_the_first_loss_is_the_mean_over_all_ranks_tokens(run: Run, metrics: lis
     config = from_yaml((run.folder / "config.yaml").read_text())
     data = make_data(config)
     model = build_tiny_model(seed=config.seed)
+    use_windowed_attention(model)
     sums, counts = [], []
     for position in range(2):
         batch = data.batch(position)

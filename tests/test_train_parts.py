@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from dsv4_fsdp.data.stdlib_text import BOS, EOS, VOCAB_SIZE, StdlibText, stdlib_files
+from dsv4_fsdp.export.safetensors_writer import SafetensorsWriter
 from dsv4_fsdp.train.config import ConfigError, flat_settings, from_yaml, resolve, to_yaml
 from dsv4_fsdp.train.export import ExportError, reload_with_stock, write_checkpoint
 from dsv4_fsdp.train.launch import failure_report
@@ -195,13 +196,12 @@ def test_an_export_that_lost_an_islands_fp32_is_refused(
     model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The headers of the written file are compared with the model, so a cast while saving cannot pass."""
-    original = model.save_pretrained
+    original = SafetensorsWriter.add_tensor
 
-    def casting(target: Path, *, state_dict: dict[str, torch.Tensor], **kwargs: Any) -> None:
-        name = "model.layers.0.self_attn.sinks"
-        original(target, state_dict=state_dict | {name: state_dict[name].bfloat16()}, **kwargs)
+    def casting(writer: SafetensorsWriter, name: str, tensor: torch.Tensor) -> None:
+        original(writer, name, tensor.bfloat16() if name == "model.layers.0.self_attn.sinks" else tensor)
 
-    monkeypatch.setattr(model, "save_pretrained", casting)
+    monkeypatch.setattr(SafetensorsWriter, "add_tensor", casting)
     with pytest.raises(ExportError, match=r"in 1 tensors:\n  - model\.layers\.0\.self_attn\.sinks: expected \('F32'"):
         write_checkpoint(model, model.state_dict(), tmp_path / "export", tokenizer=byte_tokenizer())
 

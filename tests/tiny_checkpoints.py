@@ -23,6 +23,7 @@ import functools
 import json
 import math
 import struct
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ __all__ = [
     "released_model",
     "rewrite",
     "sparse_flash_checkpoint",
+    "training_checkpoint",
     "transformers_checkpoint",
     "write_sparse",
 ]
@@ -163,7 +165,7 @@ def _quantise_fp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     blocks = weight.float().unflatten(-1, (-1, 32))
     scales = (blocks.abs().amax(-1) / 6).log2().ceil().exp2()
     scaled = blocks / scales.unsqueeze(-1)
-    codes = (scaled.abs().unsqueeze(-1) - _E2M1).abs().argmin(-1) + 8 * (scaled < 0)
+    codes = (scaled.abs().unsqueeze(-1) - _E2M1).abs().argmin(-1) + 8 * scaled.signbit()
     codes = codes.flatten(-2).to(torch.uint8)
     return (codes[:, 0::2] | codes[:, 1::2] << 4).view(torch.int8), scales
 
@@ -172,7 +174,7 @@ def _dequantise(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """The weight in fp32, ``(rows, cols)``."""
     if values.dtype == torch.int8:
         codes = torch.stack([values.view(torch.uint8) & 15, values.view(torch.uint8) >> 4], dim=-1).flatten(-2).long()
-        weight = _E2M1[codes % 8] * torch.where(codes >= 8, -1.0, 1.0)
+        weight = _E2M1[codes % 8] * torch.where(codes >= 8, -1.0, 1.0)  # -0.0 among them
         return weight * scales.repeat_interleave(32, dim=1)
     spread = scales.repeat_interleave(128, dim=0).repeat_interleave(128, dim=1)
     return values.float() * spread[: values.shape[0], : values.shape[1]]
@@ -259,6 +261,38 @@ def _mtp_tensors(state: dict[str, torch.Tensor], scale_dtype: torch.dtype) -> di
     for name in ("enorm", "hnorm", "norm"):
         tensors[f"mtp.0.{name}.weight"] = torch.rand(hidden_size, generator=generator).bfloat16()
     return tensors | {f"mtp.0.{name}": state[name].clone() for name in ("hc_head_fn", "hc_head_base", "hc_head_scale")}
+
+
+# --- What the trainer saves ------------------------------------------------------------------------------------------
+
+
+def training_checkpoint(
+    folder: Path, model: Any, *, source: Path | None = None, state: dict[str, torch.Tensor] | None = None
+) -> Path:
+    """A training checkpoint of ``model`` (or a ``PeftModel``), as the trainer lays it out; returns ``folder``.
+
+    ``state`` (by default the model's) is saved by the real ``torch.distributed.checkpoint``, beside an optimizer's.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    from dsv4_fsdp.train.tiny_model import byte_tokenizer
+
+    is_peft = hasattr(model, "peft_config")
+    base = model.get_base_model() if is_peft else model
+    values: dict[str, Any] = {f"model.{name}": t.detach() for name, t in (state or model.state_dict()).items()}
+    values |= {"optimizer.state.lm_head.weight.step": torch.tensor(3.0), "progress": {"position": 7}}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.save(values, checkpoint_id=folder / "state", no_dist=True)
+    base.config.save_pretrained(folder / "model")
+    base.generation_config.save_pretrained(folder / "model")
+    byte_tokenizer().save_pretrained(folder / "model")
+    if is_peft:
+        model.peft_config["default"].save_pretrained(folder / "model")
+    (folder / "config.yaml").write_text("preset: tiny\n")
+    manifest = {"format": 1, "step": 100, "source": None if source is None else str(source)}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
 
 
 # --- The real size, without data --------------------------------------------------------------------------------------

@@ -6,6 +6,8 @@ from .alignment import Alignment as Alignment
 from .alignment import tie_compressors as tie_compressors
 from .auditing import audit as audit
 from .chunked_loss import with_chunked_loss as with_chunked_loss
+from .compiling import CompileReport as CompileReport
+from .compiling import compile_blocks as compile_blocks
 from .contract import Contract as Contract
 from .contract import contract_of as contract_of
 from .errors import AttentionError as AttentionError

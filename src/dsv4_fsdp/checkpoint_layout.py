@@ -18,7 +18,7 @@ import torch
 from .contract import class_lists, island_reason, short_dtype
 from .errors import ContractError
 
-__all__ = ["CheckpointLayout", "ExpectedTensor", "Source", "layout_of_folder"]
+__all__ = ["CheckpointLayout", "ExpectedTensor", "Source", "layout_of_folder", "model_of_folder"]
 
 _NUMBER = re.compile(r"(?:^|\.)\d+\.")
 # What is before the last number of a name (with its dot), the number, and what is behind.
@@ -144,6 +144,15 @@ def layout_of_folder(folder: Path) -> CheckpointLayout:
     """The layout for the model that ``folder/config.json`` describes.
 
     Raises:
+        ContractError: as ``model_of_folder``.
+    """
+    return CheckpointLayout(model_of_folder(folder))
+
+
+def model_of_folder(folder: Path) -> torch.nn.Module:
+    """The model that ``folder/config.json`` describes, in bf16 with its class's fp32 islands, on the meta device.
+
+    Raises:
         ContractError: Transformers is missing, does not know the model, or cannot build it.
     """
     try:
@@ -172,7 +181,8 @@ def layout_of_folder(folder: Path) -> CheckpointLayout:
             f"got: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}\nwhere: {folder}\n"
             "what to do: add the model's config.json, or update Transformers."
         ) from error
-    return CheckpointLayout(model)
+    assert isinstance(model, torch.nn.Module)
+    return model
 
 
 def missing_parts(

@@ -9,6 +9,8 @@ import typer
 
 from .commands.audit import audit
 from .commands.data import data_app
+from .commands.doctor import doctor
+from .commands.export import export
 from .commands.plan import plan
 from .commands.report import report
 from .commands.train import train
@@ -59,6 +61,8 @@ app.add_typer(data_app)
 app.command()(plan)
 app.command()(audit)
 app.command()(report)
+app.command()(export)
+app.command()(doctor)
 
 if __name__ == "__main__":
     main()

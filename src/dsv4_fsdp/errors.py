@@ -14,7 +14,7 @@
     ├── OptimizerError, MuonError, RouterBiasError, GradientError      (train) parts of a step that do not fit together
     ├── MissingGradients, TooManySkippedSteps, AuditFailed             (train) a run that must not go on
     ├── RanksDiffer, RanksMissing                                      (train.ranks) ranks that are not one run
-    ├── ExportError          (export) an export that is not the trained model
+    ├── ExportError          an export that cannot be made, or is not the trained model
     ├── SettingsError        (planner) a cluster or settings that cannot be planned
     └── RunDataError         (report) a run's folder that cannot be read
 
@@ -26,7 +26,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["AttentionError", "CheckpointError", "ContractError", "Dsv4FsdpError", "ShardingError", "UnsupportedTorch"]
+__all__ = [
+    "AttentionError",
+    "CheckpointError",
+    "ContractError",
+    "Dsv4FsdpError",
+    "ExportError",
+    "ShardingError",
+    "UnsupportedTorch",
+]
 
 
 class Dsv4FsdpError(Exception):
@@ -47,6 +55,10 @@ class ShardingError(Dsv4FsdpError, ValueError):
 
 class AttentionError(Dsv4FsdpError, ValueError):
     """Windowed attention cannot compute what it is asked for."""
+
+
+class ExportError(Dsv4FsdpError, RuntimeError):
+    """An export cannot be made, or what was written is not the trained model."""
 
 
 class UnsupportedTorch(Dsv4FsdpError, RuntimeError):

@@ -51,6 +51,7 @@ from .torch_private import (
     has_native_override,
     managed_parameters,
     require_grouped_units,
+    settle_dtypes_of_frozen,
     sharded_before,
 )
 
@@ -150,14 +151,14 @@ def fully_shard(
     """torch's ``fully_shard``, with one parameter group per (storage, compute, reduce) dtype.
 
     A drop-in: the arguments it shares with ``torch.distributed.fsdp.fully_shard`` mean what they mean there, later
-    torch arguments are passed on, and a unit without islands whose parameters are stored alike is exactly torch's.
+    torch arguments are passed on, and a unit of a model without islands, stored in one dtype, is exactly torch's.
 
     Args:
         module: the module to make a unit, or a list of modules that become one unit together.
         mp_policy: what parameters that are no islands compute and reduce in. Islands always compute and reduce in fp32.
-            In a unit that holds islands ``cast_forward_inputs`` never casts to a dtype below fp32: such a unit has no
-            single input dtype, and a truncated RoPE table or residual would reach the islands. Inputs then arrive as
-            the caller made them, as in the unsharded model.
+            In a unit of a model that has islands ``cast_forward_inputs`` never casts to a dtype below fp32: such a unit
+            has no single input dtype, and a truncated RoPE table or residual would reach the islands. Inputs then
+            arrive as the caller made them, as in the unsharded model.
         ignored_params: as in torch; islands among them are not this unit's business.
         fp32_params: the islands. ``None``: what the module says itself (its Transformers class's
             ``_keep_in_fp32_modules_strict``, or the NeMo AutoModel layout). A collection of names (matched at dot
@@ -185,6 +186,8 @@ def fully_shard(
     if mesh is not None:
         refuse_foreign_mesh(mesh)
     refuse_sharded_modules(modules, ignored_params)
+    if fp32_params is not None and not callable(fp32_params) and not isinstance(fp32_params, (Contract, str)):
+        fp32_params = tuple(fp32_params)  # read once: it may be a generator
     managed = managed_parameters(modules, ignored_params)
     names = _first_names(modules)
     homes = {id(param): f"{names[id(param)]} of {_describe(modules)}" for param in managed}
@@ -205,7 +208,9 @@ def fully_shard(
     elif fp32_params is None and mp_policy.param_dtype in _NARROW:
         _refuse_lost_names(modules, rules, names)
 
-    if any(rule.island for rule in rules.values()) and mp_policy.param_dtype in _NARROW:
+    if mp_policy.param_dtype in _NARROW and (
+        any(rule.island for rule in rules.values()) or _has_islands_elsewhere(modules, fp32_params)
+    ):
         mp_policy = replace(mp_policy, cast_forward_inputs=False)
 
     def one_group_per_dtype(original: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -215,6 +220,7 @@ def fully_shard(
             # rest: modules, mesh_info, post_forward_mesh_info, device, shard_placement_fn, mp_policy, offload_policy
             group_args = [*rest[:5], _group_policy(mp_policy, group, members), *rest[6:]]
             original(state, members, *group_args, **kwargs)
+            settle_dtypes_of_frozen(state)
 
     with grouping_hook(one_group_per_dtype):
         sharded = torch_fully_shard(
@@ -230,6 +236,21 @@ def fully_shard(
     for param in managed:
         param._dsv4_fsdp_managed = homes[id(param)]  # type: ignore[attr-defined]
     return sharded
+
+
+def _has_islands_elsewhere(
+    modules: list[nn.Module], fp32_params: Contract | Iterable[str] | IslandPredicate | None
+) -> bool:
+    """Whether the model that the unit is of has islands, here or in other units: what it hands on is fp32 in places.
+
+    A model whose first blocks are dense and whose routers are islands has some blocks with and some without; the RoPE
+    tables that all of them are given are the same.
+    """
+    if isinstance(fp32_params, Contract):
+        return bool(fp32_params.islands)
+    if callable(fp32_params) or (fp32_params is not None and tuple(fp32_params)):
+        return True
+    return any(model_speaks(module) for module in modules)
 
 
 def _contract_of_unit(

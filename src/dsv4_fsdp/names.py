@@ -23,6 +23,7 @@ __all__ = [
 
 # Each of these is an attribute under which a wrapper keeps the module it wraps.
 _WRAPPER_COMPONENTS = frozenset({"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module", "base_layer"})
+_PEFT_NESTING = frozenset({"base_layer"})
 # peft's PeftModel holds the user's model as `base_model.model`.
 _PEFT_PREFIX = "base_model.model."
 
@@ -31,9 +32,11 @@ def canonical_name(fqn: str) -> str:
     """``fqn`` without the words that wrappers add.
 
     ``base_model.model.model.layers.0._checkpoint_wrapped_module.self_attn.q_proj.base_layer.weight`` becomes
-    ``model.layers.0.self_attn.q_proj.weight``. peft's own parameters (``lora_A.default.weight``) keep their names.
+    ``model.layers.0.self_attn.q_proj.weight``. peft's own parameters (``lora_A.default.weight``) keep their names; in
+    these ``base_layer`` stays, for it tells apart the adapters of two parameters of one module, which peft nests.
     """
-    fqn = ".".join(part for part in fqn.split(".") if part not in _WRAPPER_COMPONENTS)
+    kept = _PEFT_NESTING if is_adapter_name(fqn) else frozenset()
+    fqn = ".".join(part for part in fqn.split(".") if part not in _WRAPPER_COMPONENTS - kept)
     return fqn.removeprefix(_PEFT_PREFIX)
 
 

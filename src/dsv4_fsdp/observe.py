@@ -66,7 +66,10 @@ def observe_step(model: nn.Module, step: Callable[[], object]) -> Observations:
     current: list[tuple[str, list[str]]] = []  # innermost last: ("gather" or "reduce", the group's parameters)
     storages: _Storages = {}
     with _hooks(model, seen, storages), _group_hooks(model, current), _Witness(seen, current, storages):
-        step()
+        # Under a dispatch mode torch.compile runs eagerly anyway, but marks the code as not to be compiled ever again
+        # in this process; told so beforehand, it does not (`test_compile.py`).
+        with torch.compiler.set_stance("force_eager"):
+            step()
     return seen
 
 

@@ -9,7 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    CheckpointWrapper,
+    checkpoint_wrapper,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 
@@ -57,7 +61,8 @@ def parallelize(
         reshard_after_forward: for embedding and blocks, as in ``fully_shard``.
         offload_policy: as in ``fully_shard``.
         activation_checkpointing: recompute each block in backward (non-reentrant), or every n-th if it is a number n,
-            the first block among them. Parameter names then contain ``_checkpoint_wrapped_module``; state dicts do not.
+            the first block among them; none that does so already. Parameter names then contain
+            ``_checkpoint_wrapped_module``; state dicts do not.
         fp32_params: further islands, see :func:`~dsv4_fsdp.contract.contract_of`; an empty collection says that there
             are none, where the model itself lists nothing.
         restore_fp32: upcast islands that are stored below fp32; lost bits do not come back.
@@ -159,6 +164,8 @@ def _checkpoint_blocks(model: nn.Module, plan: ShardingPlan) -> None:
             parent_name, _, child_name = raw_names[unit.fqn].rpartition(".")
             parent = model.get_submodule(parent_name)
             block = model.get_submodule(raw_names[unit.fqn])
+            if isinstance(block, CheckpointWrapper) or getattr(block, "gradient_checkpointing", False):
+                continue  # it recomputes already, by torch's wrapper or by Transformers' own means
             # Containers (ModuleList, ModuleDict) and plain modules alike keep their children by name.
             parent.register_module(child_name, checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT))
 

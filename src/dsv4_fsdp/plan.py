@@ -80,7 +80,7 @@ class UnitPlan:
         role: ``"embedding"``, ``"block"``, ``"head"``, ``"root"``, ``"experts"`` (dispatched ones, inside the block
             that follows) or ``"island"`` (nested units).
         reshard_after_forward: as in ``fully_shard``; ``None`` leaves the root to torch (kept unsharded).
-        unshard_in_backward: ``False`` where backward does not read the weights (an embedding).
+        unshard_in_backward: ``False`` where backward does not read the weights (a plain embedding).
         reached_in_backward: ``False`` where no gradient arrives: in frozen blocks before the first trainable parameter.
         cast_inputs_to: dtype name the unit casts its floating inputs to, or ``None`` for no cast. The root of a model
             without islands there casts as the caller's policy says, which is not planned.
@@ -271,8 +271,9 @@ def plan_sharding(
     if island_units == "nested":
         _refuse_bare_islands(model, contract)
     if layout.embedding is not None:
-        # The gradient of an embedding does not read its weight, so backward need not gather it.
-        add(layout.embedding, "embedding", reshard_after_forward, unshard_in_backward=False)
+        # The gradient of a plain lookup does not read its weight, so backward need not gather it.
+        lookup = _is_plain_lookup(model.get_submodule(layout.embedding))
+        add(layout.embedding, "embedding", reshard_after_forward, unshard_in_backward=not lookup)
     for block in layout.blocks:
         for experts in layout.experts if expert_parallel > 1 else ():
             if experts.startswith(f"{block}."):
@@ -290,6 +291,12 @@ def plan_sharding(
         frozen_fqns=tuple(name for name, param in frozen.items() if param.requires_grad),
         units=_mark_reached(units),
     )
+
+
+def _is_plain_lookup(embedding: nn.Module) -> bool:
+    """Whether ``embedding`` is torch's own and nothing more: a norm or an adapter in it reads weights in backward."""
+    plain = type(embedding).forward is nn.Embedding.forward and next(embedding.children(), None) is None
+    return plain and embedding.max_norm is None
 
 
 def _refuse_wrong_arguments(

@@ -1,6 +1,6 @@
 """Every private torch name that this package uses, in one place.
 
-Checked on torch 2.12.1, 2.13.0 and 2.15.0; ``tests/test_torch_private.py`` imports each name and compares the
+Checked on torch 2.12.1, 2.13.0, 2.14.1 and 2.15.0; ``tests/test_torch_private.py`` imports each name and compares the
 signatures that the engine relies on, so a torch that moved one fails there and not in somebody's training run.
 
 What the engine stands on: since torch 2.12 an FSDP2 state holds a *list* of parameter groups
@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -32,9 +33,11 @@ __all__ = [
     "CHECKED_TORCH_VERSIONS",
     "FakeTensorMode",
     "TorchDispatchMode",
+    "compile_backend",
     "fake_store",
     "first_index_of_shard",
     "fsdp_state",
+    "graph_breaks",
     "grouping_hook",
     "has_native_override",
     "local_chunk",
@@ -44,11 +47,12 @@ __all__ = [
     "pytree",
     "reduce_dtype",
     "require_grouped_units",
+    "settle_dtypes_of_frozen",
     "sharded_before",
     "unreduced_gradient",
 ]
 
-CHECKED_TORCH_VERSIONS = ("2.12.1", "2.13.0", "2.15.0")
+CHECKED_TORCH_VERSIONS = ("2.12.1", "2.13.0", "2.14.1", "2.15.0")
 
 # The parameters of `_init_param_group` that the engine passes on, in order, on every checked version.
 _INIT_PARAM_GROUP_PARAMETERS = (
@@ -160,6 +164,24 @@ def parameter_groups(model: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield name, group
 
 
+def settle_dtypes_of_frozen(state: Any) -> None:
+    """Make the unit's newest parameter group reduce as its policy says also if it is thawed after its first forward.
+
+    At its first forward a group takes its dtypes from its trainable parameters. Before torch 2.15 a group without any
+    takes none, and then reduces in the dtype of the gradients, which is the compute dtype.
+    """
+    group = state._fsdp_param_groups[-1]
+    original = group._init_mp_dtypes
+
+    def init_mp_dtypes() -> None:
+        original()
+        if group.fsdp_params and getattr(group, "_orig_dtype", True) is None:
+            first = group.fsdp_params[0]  # a group of ours is of one storage and one reduce dtype
+            group._orig_dtype, group._reduce_dtype = first.orig_dtype, first.reduce_dtype
+
+    group._init_mp_dtypes = init_mp_dtypes  # the instance's hides the class's
+
+
 def owners_of(fsdp_param: Any) -> list[tuple[nn.Module, str]]:
     """Each module that holds the parameter of one ``FSDPParam``, with its name there; several if it is tied.
 
@@ -190,6 +212,24 @@ def unreduced_gradient(fsdp_param: Any) -> torch.Tensor | None:
     if not hasattr(fsdp_param, "_unsharded_param"):
         return None  # never gathered
     return fsdp_param._unsharded_param.grad
+
+
+def compile_backend(backend: str | Callable[..., Any]) -> Callable[..., Any]:
+    """The function behind the name of a ``torch.compile`` backend; a function as it is."""
+    if callable(backend):
+        return backend
+    found: Callable[..., Any] = importlib.import_module("torch._dynamo").lookup_backend(backend)
+    return found
+
+
+def graph_breaks() -> Counter[str]:
+    """Reason -> graph breaks of ``torch.compile`` in this process so far. Of a reason only its first line counts: the
+    rest has addresses in it."""
+    counters = importlib.import_module("torch._dynamo.utils").counters
+    breaks: Counter[str] = Counter()
+    for reason, count in counters["graph_break"].items():
+        breaks[reason.partition("\n")[0]] += count
+    return breaks
 
 
 @contextmanager

@@ -5,6 +5,7 @@ tool                                   line
 =====================================  =========================================================================
 transformers, ``distributed_config=``  ``with dsv4_fsdp.keep_fp32_islands():`` around ``from_pretrained``
 accelerate (FSDP2), ``Trainer``        ``with dsv4_fsdp.keep_fp32_islands():`` around ``prepare`` or ``train()``
+TRL's ``SFTTrainer``                   the same around ``train()``, and ``SFTConfig(router_aux_loss_coef=0.0)``
 NeMo AutoModel                         ``dsv4_fsdp.integrations.nemo.install()``, once, before the model is built
 torchtitan, plain scripts              ``from dsv4_fsdp import fully_shard`` in place of torch's
 =====================================  =========================================================================
@@ -25,7 +26,15 @@ from typing import Any, Literal, get_args
 
 from dsv4_fsdp.errors import Dsv4FsdpError
 
-__all__ = ["UnsupportedLibrary", "keep_fp32_islands"]
+__all__ = ["TESTED_VERSIONS", "UnsupportedLibrary", "keep_fp32_islands"]
+
+TESTED_VERSIONS = {
+    "transformers": ("5.24.0",),
+    "accelerate": ("1.15.0",),
+    "trl": ("1.16.0",),
+    "nemo-automodel": ("0.7.0",),
+}
+"""Package -> the versions that the tests ran with."""
 
 Library = Literal["transformers", "accelerate"]
 

@@ -1,4 +1,4 @@
-"""accelerate's FSDP2 plugin, and so transformers' ``Trainer``, with fp32 islands. Tested with accelerate 1.15.0.
+"""accelerate's FSDP2 plugin, and so ``Trainer`` and TRL's ``SFTTrainer``, with fp32 islands. Tested with 1.15.0.
 
 ::
 
@@ -22,6 +22,10 @@ What is accelerate's and stays so: on a CPU it ignores an FSDP plugin (and uses 
 there that it runs on every accelerator; its default policy reduces in bf16 whatever is no island, and returns logits
 and loss in bf16; ``cpu_ram_efficient_loading=True`` fails in 1.15.0 on any model with saved buffers, this one too.
 
+TRL's ``SFTTrainer`` (tested with 1.16.0) prepares as the ``Trainer`` does, so the same line serves it. For a loss that
+balances experts TRL asks the model's config for ``num_experts``, which DeepSeek-V4's does not have:
+``SFTConfig(router_aux_loss_coef=0.0)`` switches that loss off.
+
 Only ``fsdp_version=2`` passes through that function; FSDP1 is not served. The Lightning Indexers are frozen when the
 model is prepared, which is after the optimizer was made: it then holds parameters that never get a gradient. Call
 ``dsv4_fsdp.alignment.freeze_indexers(model)`` before if that disturbs.
@@ -43,11 +47,12 @@ from dsv4_fsdp import grouped_unit
 from dsv4_fsdp.alignment import freeze_indexers, tie_compressors
 from dsv4_fsdp.contract import Contract, contract_of
 
+from . import TESTED_VERSIONS as _ALL_TESTED
 from . import UnsupportedLibrary, rebound, refuse_unknown_internals, signature_problem, unpatched
 
 __all__ = ["TESTED_VERSIONS", "prepare_patched"]
 
-TESTED_VERSIONS = ("1.15.0",)
+TESTED_VERSIONS = _ALL_TESTED["accelerate"]
 
 _PREPARE = "fsdp2_prepare_model"
 

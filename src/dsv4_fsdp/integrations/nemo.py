@@ -37,11 +37,12 @@ from typing import Any, Literal, get_args
 from dsv4_fsdp import fsdp
 from dsv4_fsdp.errors import ShardingError
 
+from . import TESTED_VERSIONS as _ALL_TESTED
 from . import UnsupportedLibrary, mark_replacement, refuse_unknown_internals, signature_problem, unpatched
 
 __all__ = ["TESTED_VERSIONS", "install", "installed", "uninstall"]
 
-TESTED_VERSIONS = ("0.7.0",)
+TESTED_VERSIONS = _ALL_TESTED["nemo-automodel"]
 
 IslandUnits = Literal["nested", "grouped"]
 

@@ -47,11 +47,12 @@ from dsv4_fsdp import grouped_unit
 from dsv4_fsdp.alignment import freeze_indexers, tie_compressors
 from dsv4_fsdp.contract import contract_of, island_reason, named_tensors
 
+from . import TESTED_VERSIONS as _ALL_TESTED
 from . import UnsupportedLibrary, rebound, refuse_unknown_internals, signature_problem, unpatched
 
 __all__ = ["TESTED_VERSIONS", "native_sharding_patched"]
 
-TESTED_VERSIONS = ("5.24.0",)
+TESTED_VERSIONS = _ALL_TESTED["transformers"]
 
 _APPLY = "apply_fully_sharded_data_parallelism"
 

@@ -97,6 +97,7 @@ class ModelConfig(Section):
         train: ``full`` or ``lora``.
         freeze: patterns (runs of whole components of a parameter's name) of what is not trained.
         attention: ``windowed`` (ours: memory linear in the sequence) or ``eager`` (Transformers').
+        loss: ``chunked`` (ours: the logits of a whole sequence are never there) or ``stock``.
         experts: Transformers' ``experts_implementation``; ``auto`` is grouped matrix products, one by one on a CPU.
         allow_downcast_islands: accept a checkpoint whose islands were stored in bf16 by somebody.
     """
@@ -107,7 +108,8 @@ class ModelConfig(Section):
     train: Literal["full", "lora"] = "full"
     lora: LoraConfig = LoraConfig()
     freeze: _Names = ()
-    attention: Literal["windowed", "eager"] = "eager"
+    attention: Literal["windowed", "eager"] = "windowed"
+    loss: Literal["chunked", "stock"] = "chunked"
     experts: Literal["auto", "eager", "grouped_mm", "batched_mm"] = "auto"
     allow_downcast_islands: bool = False
 

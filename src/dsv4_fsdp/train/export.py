@@ -1,107 +1,257 @@
-"""From the sharded model to a Transformers checkpoint that was seen to work.
+"""From the sharded model to a Transformers checkpoint that was seen to work: what the trainer calls.
 
-The weights are gathered to rank 0 and written by Transformers' own ``save_pretrained`` under a temporary name; then
-the file's headers are compared with the model, tensor by tensor, because a cast on the way is how fp32 gets lost at
-the end of a run. :func:`publish_export` also reloads the checkpoint in a fresh process that knows stock Transformers
-only (``stock_reload.py``), compares the logits on a fixed batch with the sharded model's, bit for bit, and gives it
-its final name only then. :func:`dry_export` does the first half before training, so that a format problem shows
-before the time is spent.
+The tensors of the live model are gathered one at a time and written by rank 0 (:mod:`dsv4_fsdp.export`) under a
+temporary name. :func:`publish_export` then has the checkpoint reloaded in a fresh process that knows stock Transformers
+only, compares the logits on a fixed batch with the sharded model's, bit for bit, and gives it its final name only then.
+:func:`dry_export` shows before training whether that can come out well.
 
-The keys are Transformers' names, the same as in ``model.state_dict()``. ``save_pretrained`` by itself would write a
-mixture (the release's leaf names below Transformers' prefixes); ``save_original_format=False`` turns that off.
+**Large models.** Above a size the dry export writes files without data (holes, which take no disk), so that names,
+shapes, dtypes and the config are checked by the code that will write the real ones, and the final export is checked by
+stock Transformers on the meta device instead of by its logits.
 
-Not supported: models larger than rank 0's memory (everything is gathered there).
+A rank that fails makes all ranks fail: the others go on gathering until rank 0 has told them.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from safetensors import safe_open
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from dsv4_fsdp.errors import Dsv4FsdpError, listing
+from dsv4_fsdp.errors import ExportError
+from dsv4_fsdp.export.adapter import adapter_keys, write_adapter
+from dsv4_fsdp.export.trained_tensors import GivenTensors, HeadersOnly, LiveTensors, TrainedTensors
+from dsv4_fsdp.export.verify import Reloaded, refuse_what_stock_refuses, reload_with_stock
+from dsv4_fsdp.export.write_model import write_model
 
 from .ranks import Ranks
 from .run_folder import RunFolder
 
 __all__ = ["ExportError", "PublishedExport", "dry_export", "publish_export", "reload_with_stock", "write_checkpoint"]
 
-_DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.int64: "I64"}
-# Which variables make a process a rank, in torch's eyes or Transformers'.
-_OF_TORCHRUN = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
+_REAL_DRY_EXPORT_BYTES = 2_000_000_000
+_RELOADED_BYTES = 20_000_000_000
 
-
-class ExportError(Dsv4FsdpError, RuntimeError):
-    """The exported checkpoint is not the trained model."""
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
 class PublishedExport:
-    """What the fresh process found: the number of tensors by dtype, and text that the model wrote."""
+    """What was found: the number of tensors by dtype, text that the model wrote, and whether it was reloaded at all."""
 
     dtypes: dict[str, int]
     sample: str
+    reloaded: bool = True
 
 
-def dry_export(model: nn.Module, folder: RunFolder, ranks: Ranks, *, tokenizer: Any) -> None:
-    """Write, check, reload and delete an export of the untrained model. All ranks call it."""
-    state = _gather_to_first(model)
-    if ranks.is_first:
-        target = folder.path / ".export-dry"
-        write_checkpoint(model, state, target, tokenizer=tokenizer)
-        from transformers import AutoModelForCausalLM
+def dry_export(
+    model: nn.Module,
+    folder: RunFolder,
+    ranks: Ranks,
+    *,
+    tokenizer: Any,
+    source: Path | None = None,
+    islands: Collection[str] = (),
+) -> None:
+    """Write, check, reload and delete an export of the untrained model. All ranks call it.
 
-        _, loading = AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
-        _refuse_loading_problems({kind: sorted(map(str, names)) for kind, names in loading.items() if names})
-        shutil.rmtree(target)
-    ranks.wait()
+    Args:
+        source: the checkpoint that the model was loaded from.
+        islands: names, or parts of names, of fp32 islands beyond the model's class list.
+
+    Raises:
+        ExportError: on all ranks.
+    """
+    live = LiveTensors(model)
+    is_large = _num_bytes(live) > _REAL_DRY_EXPORT_BYTES
+    names = _names_to_read(model, live)
+
+    def write(trained: TrainedTensors) -> None:
+        target = _fresh(folder.path / ".export-dry")
+        try:
+            tensors = HeadersOnly(live) if is_large else trained
+            # Multi-token prediction is copied from file to file: nothing that a dry run could find out about it.
+            with_mtp = not is_large
+            _write(model, tensors, target, tokenizer=tokenizer, source=source, islands=islands, with_mtp=with_mtp)
+            if _peft(model) is None:
+                refuse_what_stock_refuses(target, onto_meta=is_large)
+        finally:
+            shutil.rmtree(target)
+
+    _on_first(ranks, live, [] if is_large else names, write)
 
 
 def publish_export(
-    model: nn.Module, folder: RunFolder, ranks: Ranks, *, tokenizer: Any, tokens: torch.Tensor, prompt: str, seed: int
+    model: nn.Module,
+    folder: RunFolder,
+    ranks: Ranks,
+    *,
+    tokenizer: Any,
+    tokens: torch.Tensor,
+    prompt: str,
+    seed: int,
+    source: Path | None = None,
+    islands: Collection[str] = (),
 ) -> PublishedExport | None:
     """Write the export, have it reloaded and compared, and give it its name. All ranks call it.
+
+    Of a peft model the adapter is written; it is reloaded if ``source``, its base model, is known.
 
     Args:
         tokens: the fixed batch to compare logits on, int64, shape ``(rows, length)``.
         prompt, seed: of the text to generate.
+        source, islands: as in ``dry_export``.
 
     Returns:
         On rank 0 what was found, elsewhere ``None``.
 
     Raises:
-        ExportError: on rank 0. What was written stays in ``.export-unchecked``.
+        ExportError: on all ranks. What was written stays in ``.export-unchecked``.
     """
-    state = _gather_to_first(model)
     logits = _logits(model, tokens)
-    published = None
-    if ranks.is_first:
-        target = folder.path / ".export-unchecked"
-        write_checkpoint(model, state, target, tokenizer=tokenizer)
-        reference = folder.path / ".export-reference.safetensors"
-        save_file({"input_ids": tokens.cpu(), "logits": logits.cpu().contiguous()}, reference)
-        published = reload_with_stock(target, reference, prompt=prompt, seed=seed, device=ranks.device)
-        reference.unlink()
+    live = LiveTensors(model)
+    target = folder.path / ".export-unchecked"
+
+    def write(trained: TrainedTensors) -> dict[str, int]:
+        return _write(model, trained, _fresh(target), tokenizer=tokenizer, source=source, islands=islands)
+
+    written = _on_first(ranks, live, _names_to_read(model, live), write)
+
+    def check(_: TrainedTensors) -> PublishedExport:
+        assert written is not None
+        published = PublishedExport(written, "", reloaded=False)
+        if _num_bytes(live) <= _RELOADED_BYTES and (_peft(model) is None or source is not None):
+            reference = folder.path / ".export-reference.safetensors"
+            save_file({"input_ids": tokens.cpu(), "logits": logits.cpu().contiguous()}, reference)
+            try:
+                found: Reloaded = reload_with_stock(target, reference, prompt=prompt, seed=seed, device=ranks.device)
+            finally:
+                reference.unlink()
+            published = PublishedExport(found.dtypes, found.sample)
+        elif _peft(model) is None:
+            refuse_what_stock_refuses(target, onto_meta=True)
         target.rename(folder.export)
-    ranks.wait()
-    return published
+        return published
+
+    return _on_first(ranks, live, [], check)
 
 
-def _gather_to_first(model: nn.Module) -> dict[str, Any]:
-    """The whole state dict on rank 0, in CPU memory and each tensor's own dtype; an empty one on the others."""
-    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+def write_checkpoint(model: nn.Module, state: Mapping[str, torch.Tensor], target: Path, *, tokenizer: Any) -> None:
+    """Write ``state``, gathered from ``model``, as a Transformers checkpoint; a tied parameter once. On one rank.
+
+    Raises:
+        ExportError: a name or shape is not the model's, an island is not fp32, or the files are not what was written.
+    """
+    live = LiveTensors(model)  # knows which names are one tied parameter
+    given = {name: tensor for name, tensor in state.items() if name in live.specs}
+    _write(model, GivenTensors(given), _fresh(target), tokenizer=tokenizer, source=None)
+
+
+# --- Parts ------------------------------------------------------------------------------------------------------------
+
+
+class _Counted:
+    """Hands reading on, and knows how many tensors were read."""
+
+    def __init__(self, tensors: TrainedTensors) -> None:
+        self.specs = tensors.specs
+        self.count = 0
+        self._tensors = tensors
+
+    def read(self, name: str) -> torch.Tensor:
+        self.count += 1
+        return self._tensors.read(name)
+
+
+def _on_first(
+    ranks: Ranks, live: LiveTensors, names: Sequence[str], work: Callable[[TrainedTensors], _Result]
+) -> _Result | None:
+    """Do ``work`` on rank 0, which reads ``names`` in order, while the others help to gather; fail on all alike."""
+    result: _Result | None = None
+    error: Exception | None = None
+    if ranks.is_first:
+        counted = _Counted(live)
+        try:
+            result = work(counted)
+        except Exception as problem:  # noqa: BLE001  (raised below, once the others have been told)
+            error = problem
+            for name in names[counted.count :]:  # the others gather them, whatever has happened here
+                live.read(name)
+    else:
+        for name in names:
+            live.read(name)
+    told = [str(error) if error is not None else None]
+    dist.broadcast_object_list(told, src=0, device=ranks.device)
+    if error is not None:
+        raise error
+    if told[0] is not None:
+        raise ExportError(f"rank 0 could not export:\n{told[0]}")
+    return result
+
+
+def _peft(model: Any) -> Any | None:
+    """peft's config, if there are adapters in ``model``."""
+    configs = getattr(model, "peft_config", None)
+    return configs["default"] if isinstance(configs, dict) and configs else None
+
+
+def _names_to_read(model: Any, live: LiveTensors) -> list[str]:
+    return list(live.specs) if _peft(model) is None else list(adapter_keys(model).values())
+
+
+def _write(
+    model: Any,
+    trained: TrainedTensors,
+    folder: Path,
+    *,
+    tokenizer: Any,
+    source: Path | None,
+    islands: Collection[str] = (),
+    with_mtp: bool = True,
+) -> dict[str, int]:
+    """Write the model, or its adapter, into ``folder``; the number of tensors by dtype."""
+    if (config := _peft(model)) is not None:
+        if source is not None:
+            config.base_model_name_or_path = str(source)
+        written = write_adapter(trained, folder, keys=adapter_keys(model), config=config)
+        tokenizer.save_pretrained(folder)
+        dtypes = [dtype for dtype, _ in written.values()]
+        return {dtype: dtypes.count(dtype) for dtype in dtypes}
+
+    def prepare(folder: Path) -> None:
+        model.config.save_pretrained(folder)
+        path = folder / "config.json"
+        values = json.loads(path.read_text())
+        # FSDP2 swaps a module's class for one of its own, whose name begins with this.
+        values["architectures"] = [type(model).__name__.removeprefix("FSDP")]
+        values.pop("distributed_config", None)
+        path.write_text(json.dumps(values, indent=2) + "\n")
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    whole = write_model(trained, folder, prepare=prepare, source=source, islands=islands, with_mtp=with_mtp)
+    return whole.dtypes
+
+
+def _num_bytes(tensors: TrainedTensors) -> int:
+    return sum(torch.Size(shape).numel() * dtype.itemsize for dtype, shape in tensors.specs.values())
+
+
+def _fresh(folder: Path) -> Path:
+    """``folder``, empty: what a run that was killed has left there goes."""
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    return folder
 
 
 def _logits(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
@@ -112,68 +262,3 @@ def _logits(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     model.train(was_training)
     assert isinstance(logits, torch.Tensor)
     return logits
-
-
-def write_checkpoint(model: nn.Module, state: Mapping[str, torch.Tensor], target: Path, *, tokenizer: Any) -> None:
-    """Write ``state``, gathered from ``model``, as a Transformers checkpoint; a tied parameter once.
-
-    Raises:
-        ExportError: a name, dtype or shape in the files' headers is not that of the sharded model itself.
-    """
-    live = model.state_dict(keep_vars=True)
-    firsts: dict[int, str] = {}
-    first_name = {name: firsts.setdefault(id(tensor), name) for name, tensor in live.items()}
-    # Gathering makes two tensors of a tied parameter. Given one under both names, Transformers saves it once.
-    tied = {name: state[first_name.get(name, name)] for name in state}
-    model.save_pretrained(target, state_dict=tied, save_original_format=False)  # type: ignore[operator]
-    tokenizer.save_pretrained(target)
-    written: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for path in target.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  (not a dict)
-                header = file.get_slice(name)
-                written[name] = (header.get_dtype(), tuple(header.get_shape()))
-    saved = {first_name.get(name) for name in written}
-    expected = {
-        name: (_DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
-        for name, tensor in live.items()
-        if name in written or first_name[name] not in saved
-    }
-    if wrong := [
-        f"{name}: expected {expected.get(name, 'no such tensor')}, got {written.get(name, 'no such tensor')}"
-        for name in sorted(expected.keys() | written.keys())
-        if expected.get(name) != written.get(name)
-    ]:
-        raise ExportError(
-            f"the written checkpoint differs from the model in {len(wrong)} tensors:\n{listing(wrong)}\n"
-            f"what to do: do not use {target}; this transformers version saves in another way than the one tested."
-        )
-
-
-def reload_with_stock(
-    target: Path, reference: Path, *, prompt: str, seed: int, device: torch.device | str = "cpu"
-) -> PublishedExport:
-    """Run ``stock_reload.py`` on a checkpoint; raise ``ExportError`` unless it gives the logits in ``reference``."""
-    script = Path(__file__).with_name("stock_reload.py")
-    # The process is to be no rank of anything, but to compute with as many threads: the order of sums depends on it.
-    environment = {name: value for name, value in os.environ.items() if name not in _OF_TORCHRUN}
-    # -P: without it, this folder's modules would shadow others of the same name.
-    command = [sys.executable, "-P", str(script), str(target), str(reference), prompt, str(seed), str(device)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise ExportError(f"stock Transformers could not reload {target}:\n{done.stderr}")
-    found = json.loads(done.stdout.splitlines()[-1])
-    _refuse_loading_problems(found["loading"])
-    if not found["equal"]:
-        raise ExportError(
-            "the export, reloaded by stock Transformers, does not give the trained model's logits.\n"
-            f"expected: equal in every bit\ngot: differences up to {found['max_abs_difference']}\n"
-            f"what to do: do not use {target}."
-        )
-    return PublishedExport(found["dtypes"], found["sample"])
-
-
-def _refuse_loading_problems(problems: Mapping[str, list[str]]) -> None:
-    if problems:
-        lines = [f"{kind}: {name}" for kind, names in problems.items() for name in names]
-        raise ExportError(f"stock Transformers reloads the export with problems:\n{listing(lines)}")

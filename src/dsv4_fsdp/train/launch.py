@@ -51,9 +51,12 @@ def launch(arguments: Sequence[str], *, nproc: int) -> int:
     os.environ[_STARTED_BY_LAUNCH] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     torchrun_arguments = ["--standalone", f"--nproc-per-node={nproc}", *TORCHRUN_ARGUMENTS]
-    torchrun_arguments += ["--module", "dsv4_fsdp.cli", *arguments]
+    torchrun_arguments += ["--module", "dsv4_fsdp.cli"]
     try:
-        torchrun.run(torchrun.parse_args(torchrun_arguments))
+        parsed = torchrun.parse_args(torchrun_arguments)
+        # Given on torchrun's own line, ours would be taken for abbreviations of its options (--nproc).
+        parsed.training_script_args = list(arguments)
+        torchrun.run(parsed)
     except ChildFailedError as error:
         _show_cursor()
         report, exit_code = failure_report(error.failures)

@@ -25,8 +25,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,9 +39,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from dsv4_fsdp import __version__
-from dsv4_fsdp.alignment import tie_compressors
+from dsv4_fsdp.alignment import Alignment, tie_compressors
 from dsv4_fsdp.auditing import audit
 from dsv4_fsdp.checkpoint_loading import CheckpointReader, check_checkpoint
+from dsv4_fsdp.chunked_loss import with_chunked_loss
 from dsv4_fsdp.data.batches import NOT_SUPERVISED, Batch, Batches
 from dsv4_fsdp.data.prepare import load_tokenizer, prepare
 from dsv4_fsdp.data.settings import StdlibSettings
@@ -65,7 +67,7 @@ from .stopping import StopRequests
 from .tiny_model import byte_tokenizer
 from .trackers import Trackers
 
-__all__ = ["AuditFailed", "loss_sum", "train"]
+__all__ = ["AuditFailed", "make_loss", "train"]
 
 _log = logging.getLogger("dsv4_fsdp")
 
@@ -90,6 +92,20 @@ class _Run:
     def say(self, text: str = "") -> None:
         if self.ranks.is_first:
             print(text, flush=True)
+
+
+@dataclass(frozen=True)
+class _Training:
+    """What the steps work with, all of it made before the first."""
+
+    run: _Run
+    sharded: ShardedModel
+    loss_sum: Callable[[Batch], torch.Tensor]
+    trainable: tuple[nn.Parameter, ...]
+    optimizer: torch.optim.Optimizer
+    alignment: Alignment
+    checkpoints: Checkpoints
+    contents: Contents
 
 
 def train(config: TrainConfig, folder: RunFolder, ranks: Ranks) -> None:
@@ -129,130 +145,31 @@ def _train(config: TrainConfig, folder: RunFolder, ranks: Ranks, stop: StopReque
         state = _resume(run, checkpoints, latest, sharded, optimizer)
     if ranks.is_first:
         folder.keep_metrics(state["step"])
-    dry_export(model, folder, ranks, tokenizer=run.tokenizer)
+    source = source_of(config.model)
+    dry_export(model, folder, ranks, tokenizer=run.tokenizer, source=source, islands=sharded.islands)
     contents = Contents(
         config_text=to_yaml(config),
         write_model_files=lambda target: _write_model_files(sharded, run.tokenizer, target),
         mesh=ranks.axes,
         plan_hash=sharded.plan.hash,
-        source=str(source) if (source := source_of(config.model)) is not None else None,
+        source=None if source is None else str(source),
     )
-    _audit(run, sharded)
-
-    trainable = [param for group in groups for param in group.params]
-    balance = _balance(model, config)
-    totals = StepTotals(
-        trainable,
-        num_windows=len(alignment.compressor_fqns),
-        expert_counts_shape=(0,) if balance is None else tuple(balance.counts().shape),
+    training = _Training(
+        run=run,
+        sharded=sharded,
+        loss_sum=make_loss(model, config),
+        trainable=tuple(param for group in groups for param in group.params),
+        optimizer=optimizer,
+        alignment=alignment,
+        checkpoints=checkpoints,
+        contents=contents,
     )
-    skipped = SkippedSteps(max_in_a_row=config.optimizer.max_skipped_steps, total=state["skipped_steps"])
-    batches = run.batches
-    losses: list[float] = []
-    short_steps = 0
-    first_step = state["step"]
-    reason = None
-    with ExitStack() as stack:
-        recorders: list[Progress | Trackers] = []
-        if ranks.is_first:
-            progress = Progress(steps=config.steps, metrics=folder.metrics, done=first_step)
-            trackers = Trackers(config, tensorboard=folder.tensorboard, name=folder.path.name)
-            recorders = [stack.enter_context(progress), stack.enter_context(trackers)]
-        mine = batches.micro_batches(first_step, rank=ranks.rank, world_size=ranks.world_size)
-        totals.first_tokens(sum(batch.num_supervised for batch in mine))
-        started = time.perf_counter()
-        for step in range(first_step, config.steps):
-            clock = _Clock()
-            lr = learning_rate(step, steps=config.steps, settings=config.optimizer)
-            set_learning_rate(optimizer, lr)
-            scale = loss_scale(totals.num_tokens, ranks.world_size)
-            total_loss = torch.zeros((), dtype=torch.float64, device=ranks.device)
-            for batch in mine:
-                batch = batch.to(ranks.device)
-                if balance is not None:
-                    balance.use_mask(_mask(batch))
-                loss = loss_sum(model, batch)
-                (loss * scale).backward()
-                total_loss += loss.detach()
-            clock.lap("compute_s")
+    _audit(training)
 
-            is_last = step + 1 == config.steps
-            if not is_last:
-                mine = batches.micro_batches(step + 1, rank=ranks.rank, world_size=ranks.world_size)
-            clock.lap("data_s")
-            total = totals.reduce(
-                loss_sum=total_loss,
-                next_tokens=0 if is_last else sum(batch.num_supervised for batch in mine),
-                window_flags=alignment.window_flags(ranks.device),
-                stop=stop.requested(),
-                expert_counts=None if balance is None else balance.counts(),
-            )
-            clock.lap("reduce_s")
-
-            if step == first_step:
-                refuse_missing_gradients(model, allow=config.optimizer.allow_missing_gradients)
-            alignment.drop_untouched(total.window_flags)
-            may_step = skipped.may_step(step + 1, total)
-            if may_step:
-                clip_to_norm(trainable, total.grad_norm, config.optimizer.clip_grad_norm)
-                optimizer.step()
-            load = (
-                None if balance is None or not total.num_tokens else balance.update(total.expert_counts, move=may_step)
-            )
-            optimizer.zero_grad()
-            clock.lap("optimizer_s")
-
-            eval_loss = None
-            if config.evaluation.every and ((step + 1) % config.evaluation.every == 0 or is_last):
-                eval_loss = _evaluate(run, model)
-            state |= {"step": step + 1, "skipped_steps": skipped.total, "tokens": state["tokens"] + total.num_tokens}
-            clock.restart()
-            stops = total.stop_ranks > 0
-            every = config.checkpoint.every
-            if stops or (every and ((step + 1) % every == 0 or is_last)):
-                checkpoints.save(step + 1, model, optimizer, train=state, contents=contents)
-            clock.lap("checkpoint_s")
-
-            windows = total.window_flags.tolist()
-            ranks_without_window = ranks.world_size - round(min(windows, default=ranks.world_size))
-            short_steps += ranks_without_window > 0
-            losses.append(total.loss)
-            row = StepMetrics(
-                step=step + 1,
-                loss=total.loss,
-                grad_norm=total.grad_norm,
-                lr=lr,
-                tokens=total.num_tokens,
-                tokens_per_s=total.num_tokens / clock.total_s,
-                ranks_without_window=ranks_without_window,
-                skipped_steps=skipped.total,
-                elapsed_s=time.perf_counter() - started,
-                memory_bytes=peak_memory_bytes(ranks.device),
-                eval_loss=eval_loss,
-                expert_load=None if load is None else load.worst,
-                **clock.laps,
-            )
-            for recorder in recorders:
-                recorder.record(row)
-            if stops and not is_last:
-                reason = stop.reason or "another rank"
-                break
-        checkpoints.finish()
-
-    if losses:
-        last = losses[-10:]
-        say(f"\nloss   {losses[0]:.3f} at the first step, {sum(last) / len(last):.3f} over the last {len(last)}")
-        say(
-            f"steps  {len(losses)} in {time.perf_counter() - started:.0f} s, "
-            f"{skipped.total} of them skipped as not finite;"
-        )
-        say(f"       in {short_steps} some rank's sequences were too short for a compressor's window")
+    reason = _make_steps(training, state, stop)
     if reason is not None:
-        say(
-            f"\nstopped after step {state['step']} of {config.steps}: {reason}. To go on, start the same command again."
-        )
-        return
-    if config.checkpoint.export and not folder.export.exists():
+        say(f"\nstopped: {reason}. To go on, start the same command again.")
+    elif config.checkpoint.export and not folder.export.exists():
         _export(run, sharded)
 
 
@@ -306,7 +223,7 @@ def _build(run: _Run, latest: SavedCheckpoint | None) -> ShardedModel:
         origin = str(source or f"seed {config.seed}") if latest is None else str(latest.path)
         say(f"model  {kind}, {num_parameters:,} parameters, from {origin}")
         for line in _describe_data(run.batches):
-            say(f"data   {line}")
+            say(textwrap.fill(f"data   {line}", 100, subsequent_indent=" " * 7))
         say(f"plan   {len(plan.units)} units, the same on all ranks: {plan.hash[:16]}")
         report = fill(sharded, config, ranks.device, reader=reader, later=latest is not None)
     if report is not None:
@@ -385,26 +302,26 @@ def _balance(model: nn.Module, config: TrainConfig) -> RouterBalance | None:
     return RouterBalance(model, rate=config.router_bias_rate) if has_routers else None
 
 
-def _audit(run: _Run, sharded: ShardedModel) -> None:
+def _audit(training: _Training) -> None:
     """Observe every dtype in one forward and backward, which leaves nothing behind; keep the report with the run.
 
     Raises:
         AuditFailed: on all ranks alike, if something is not as the contract says and the run is to stop then.
     """
+    run, sharded, model = training.run, training.sharded, training.sharded.model
     mode = run.config.logging.audit
     if mode == "off":
         return
-    model = sharded.model
     batch = run.batches.micro_batches(0, rank=run.ranks.rank, world_size=run.ranks.world_size)[0].to(run.ranks.device)
     report = audit(model, plan=sharded.plan, fp32_params=sharded.islands)
     if report.ok:
         with _random_state_kept(run.ranks.device):
             report = audit(
-                model, plan=sharded.plan, fp32_params=sharded.islands, step=lambda: loss_sum(model, batch).backward()
+                model, plan=sharded.plan, fp32_params=sharded.islands, step=lambda: training.loss_sum(batch).backward()
             )
         for param in model.parameters():
             param.grad = None
-        tie_compressors(model).reset()
+        training.alignment.reset()
     if run.ranks.is_first:
         run.folder.audit.write_text(report.to_json() + "\n")
         run.folder.audit.with_suffix(".txt").write_text(report.table() + "\n")
@@ -431,12 +348,136 @@ def _random_state_kept(device: torch.device) -> Iterator[None]:
 # --- Steps ------------------------------------------------------------------------------------------------------------
 
 
-def loss_sum(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """The sum of token losses of one batch in fp32, a scalar; zero, with a graph, if nothing in it is supervised."""
-    logits = model(input_ids=batch.input_ids, use_cache=False).logits
-    return F.cross_entropy(
-        logits.flatten(0, 1).float(), batch.labels.flatten(), ignore_index=NOT_SUPERVISED, reduction="sum"
+def _make_steps(training: _Training, state: dict[str, Any], stop: StopRequests) -> str | None:
+    """Every step from ``state`` on; why it stopped before the last one, or ``None``."""
+    run, model, optimizer, alignment = training.run, training.sharded.model, training.optimizer, training.alignment
+    config, folder, ranks, batches, say = run.config, run.folder, run.ranks, run.batches, run.say
+    balance = _balance(model, config)
+    totals = StepTotals(
+        training.trainable,
+        num_windows=len(alignment.compressor_fqns),
+        expert_counts_shape=(0,) if balance is None else tuple(balance.counts().shape),
     )
+    skipped = SkippedSteps(max_in_a_row=config.optimizer.max_skipped_steps, total=state["skipped_steps"])
+    losses: list[float] = []
+    short_steps = 0
+    first_step = state["step"]
+    reason = None
+    with ExitStack() as stack:
+        recorders: list[Progress | Trackers] = []
+        if ranks.is_first:
+            progress = Progress(steps=config.steps, metrics=folder.metrics, done=first_step)
+            trackers = Trackers(config, tensorboard=folder.tensorboard, name=folder.path.name)
+            recorders = [stack.enter_context(progress), stack.enter_context(trackers)]
+        mine = batches.micro_batches(first_step, rank=ranks.rank, world_size=ranks.world_size)
+        totals.first_tokens(sum(batch.num_supervised for batch in mine))
+        checkpoint_s = 0.0
+        started = time.perf_counter()
+        for step in range(first_step, config.steps):
+            clock = _Clock()
+            lr = learning_rate(step, steps=config.steps, settings=config.optimizer)
+            set_learning_rate(optimizer, lr)
+            scale = loss_scale(totals.num_tokens, ranks.world_size)
+            total_loss = torch.zeros((), dtype=torch.float64, device=ranks.device)
+            for batch in mine:
+                batch = batch.to(ranks.device)
+                if balance is not None:
+                    balance.use_mask(_mask(batch))
+                loss = training.loss_sum(batch)
+                (loss * scale).backward()
+                total_loss += loss.detach()
+            clock.lap("compute_s")
+
+            is_last = step + 1 == config.steps
+            if not is_last:
+                mine = batches.micro_batches(step + 1, rank=ranks.rank, world_size=ranks.world_size)
+            clock.lap("data_s")
+            total = totals.reduce(
+                loss_sum=total_loss,
+                next_tokens=0 if is_last else sum(batch.num_supervised for batch in mine),
+                window_flags=alignment.window_flags(ranks.device),
+                stop=stop.requested(),
+                expert_counts=None if balance is None else balance.counts(),
+            )
+            clock.lap("reduce_s")
+
+            if step == first_step:
+                refuse_missing_gradients(model, allow=config.optimizer.allow_missing_gradients)
+            alignment.drop_untouched(total.window_flags)
+            may_step = skipped.may_step(step + 1, total)
+            if may_step:
+                clip_to_norm(training.trainable, total.grad_norm, config.optimizer.clip_grad_norm)
+                optimizer.step()
+            load = (
+                None if balance is None or not total.num_tokens else balance.update(total.expert_counts, move=may_step)
+            )
+            optimizer.zero_grad()
+            clock.lap("optimizer_s")
+
+            eval_loss = None
+            if config.evaluation.every and ((step + 1) % config.evaluation.every == 0 or is_last):
+                eval_loss = _evaluate(training)
+            state |= {"step": step + 1, "skipped_steps": skipped.total, "tokens": state["tokens"] + total.num_tokens}
+
+            windows = total.window_flags.tolist()
+            ranks_without_window = ranks.world_size - round(min(windows, default=ranks.world_size))
+            short_steps += ranks_without_window > 0
+            losses.append(total.loss)
+            row = StepMetrics(
+                step=step + 1,
+                loss=total.loss,
+                grad_norm=total.grad_norm,
+                lr=lr,
+                tokens=total.num_tokens,
+                tokens_per_s=total.num_tokens / clock.total_s,
+                ranks_without_window=ranks_without_window,
+                skipped_steps=skipped.total,
+                elapsed_s=time.perf_counter() - started,
+                memory_bytes=peak_memory_bytes(ranks.device),
+                eval_loss=eval_loss,
+                expert_load=None if load is None else load.worst,
+                checkpoint_s=checkpoint_s,
+                **clock.laps,
+            )
+            for recorder in recorders:
+                recorder.record(row)
+            # After the step's line: a run killed in between makes the step again and writes the line again.
+            stops = total.stop_ranks > 0
+            every = config.checkpoint.every
+            save_started = time.perf_counter()
+            if stops or (every and ((step + 1) % every == 0 or is_last)):
+                training.checkpoints.save(step + 1, model, optimizer, train=state, contents=training.contents)
+            checkpoint_s = time.perf_counter() - save_started
+            if stops and not is_last:
+                reason = f"{stop.reason or 'another rank was told to'}, after step {step + 1} of {config.steps}"
+                break
+        training.checkpoints.finish()
+
+    if losses:
+        last = losses[-10:]
+        say(f"\nloss   {losses[0]:.3f} at the first step, {sum(last) / len(last):.3f} over the last {len(last)}")
+        say(
+            f"steps  {len(losses)} in {time.perf_counter() - started:.0f} s, "
+            f"{skipped.total} of them skipped as not finite;"
+        )
+        say(f"       in {short_steps} some rank's sequences were too short for a compressor's window")
+    return reason
+
+
+def make_loss(model: nn.Module, config: TrainConfig) -> Callable[[Batch], torch.Tensor]:
+    """A function that runs one batch and returns the sum of its token losses: an fp32 scalar, zero with a graph if
+    nothing in the batch is supervised."""
+    if config.model.loss == "chunked":
+        chunked = with_chunked_loss(model)
+        return lambda batch: chunked(batch.input_ids, batch.labels).loss_sum
+
+    def stock(batch: Batch) -> torch.Tensor:
+        logits = model(input_ids=batch.input_ids, use_cache=False).logits
+        return F.cross_entropy(
+            logits.flatten(0, 1).float(), batch.labels.flatten(), ignore_index=NOT_SUPERVISED, reduction="sum"
+        )
+
+    return stock
 
 
 def _mask(batch: Batch) -> torch.Tensor:
@@ -446,13 +487,14 @@ def _mask(batch: Batch) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _evaluate(run: _Run, model: nn.Module) -> float:
+def _evaluate(training: _Training) -> float:
     """Mean loss over the evaluation's tokens of all ranks, each of which runs the same number of batches."""
+    run, model = training.run, training.sharded.model
     totals = torch.zeros(2, dtype=torch.float64, device=run.ranks.device)
     model.eval()
     for batch in run.batches.eval_batches(run.ranks.rank, run.ranks.world_size):
         on_device = batch.to(run.ranks.device)
-        totals[0] += loss_sum(model, on_device)
+        totals[0] += training.loss_sum(on_device)
         totals[1] += batch.num_supervised
     model.train()
     dist.all_reduce(totals)
@@ -466,10 +508,6 @@ class _Clock:
         self.laps: dict[str, float] = {}
         self._started = self._last = time.perf_counter()
 
-    def restart(self) -> None:
-        """Leave out what happened since the last lap."""
-        self._last = time.perf_counter()
-
     def lap(self, name: str) -> None:
         """What passed since the last lap was ``name``."""
         now = time.perf_counter()
@@ -478,8 +516,8 @@ class _Clock:
 
     @property
     def total_s(self) -> float:
-        """Of all laps but saving, which is no part of the speed of training."""
-        return sum(value for name, value in self.laps.items() if name != "checkpoint_s")
+        """Of all laps."""
+        return sum(self.laps.values())
 
 
 # --- What is left -----------------------------------------------------------------------------------------------------
@@ -502,6 +540,8 @@ def _export(run: _Run, sharded: ShardedModel) -> None:
     batch = run.batches.micro_batches(0, rank=0, world_size=run.ranks.world_size)[0]
     tokens = batch.input_ids[:1, : min(int(batch.lengths[0]), _LONGEST_CHECK_TOKENS)]
     prompt = "def " if isinstance(run.config.data, StdlibSettings) else run.tokenizer.decode(tokens[0, :16])
+    # Whoever loads the export computes with Transformers' attention, and must get these bits.
+    sharded.model.set_attn_implementation("eager")  # type: ignore[operator]
     export = publish_export(
         sharded.model,
         run.folder,
@@ -510,10 +550,13 @@ def _export(run: _Run, sharded: ShardedModel) -> None:
         tokens=tokens.to(run.ranks.device),
         prompt=prompt,
         seed=run.config.seed,
+        source=source_of(run.config.model),
+        islands=sharded.islands,
     )
     if export is not None:
         dtypes = ", ".join(f"{count} {dtype.removeprefix('torch.')}" for dtype, count in export.dtypes.items())
         run.say(f"export {run.folder.export}: {sum(export.dtypes.values())} tensors ({dtypes}),")
-        run.say("       reloaded by stock Transformers in a fresh process: logits equal in every bit")
-        run.say(f"\nWhat it writes after {prompt!r}:\n")
-        run.say("\n".join(f"    {line}" for line in export.sample.splitlines()))
+        if export.reloaded:
+            run.say("       reloaded by stock Transformers in a fresh process: logits equal in every bit")
+            run.say(f"\nWhat it writes after {prompt!r}:\n")
+            run.say("\n".join(f"    {line}" for line in export.sample.splitlines()))

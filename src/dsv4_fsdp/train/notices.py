@@ -23,6 +23,8 @@ def show_notices(*, is_first: bool) -> None:
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
+    # Dealt experts are gathered over two axes, one after the other, when they are written: that is all it would say.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     log = logging.getLogger("dsv4_fsdp")
     log.propagate = False
     if not is_first:

@@ -39,7 +39,7 @@ class StepMetrics:
         data_s, compute_s, reduce_s, optimizer_s: where the step's time went on rank 0: making the batches; forward and
             backward, with the collectives in them; the step's one reduction, which waits for the slowest rank; clipping
             and optimizer.
-        checkpoint_s: what saving held the step up for; 0 in most.
+        checkpoint_s: what saving after the step before this one took; 0 for most.
         eval_loss: mean over the evaluation's tokens after this step; null in steps without one.
         expert_load: the busiest expert's tokens over the mean, of the worst top-k router; null without such.
     """

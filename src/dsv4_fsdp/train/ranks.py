@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-from torch.distributed.rendezvous import rendezvous
 
 from dsv4_fsdp.errors import Dsv4FsdpError
 from dsv4_fsdp.expert_parallel import make_expert_mesh
@@ -149,16 +148,29 @@ def _meet(timeout_s: float) -> tuple[Any, int, int]:
     Raises:
         RanksMissing: the place cannot be reached, or ranks did not come in time; says which.
     """
-    where = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+    host, port = os.environ.get("MASTER_ADDR", "?"), os.environ.get("MASTER_PORT", "?")
+    where = f"{host}:{port}"
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    # torchrun keeps the store itself; without it rank 0 does.
+    keeps_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
-        store, rank, world_size = next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
+        # Not `init_method="env://"`: that waits for all ranks inside, and cannot say who is missing.
+        store: Any = dist.TCPStore(  # type: ignore[attr-defined]
+            host,
+            int(port),
+            world_size,
+            is_master=keeps_store,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
     except (dist.DistError, ValueError, RuntimeError) as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise RanksMissing(
             f"the ranks' meeting point {where} cannot be reached.\nexpected: an answer within {timeout_s:g} s\n"
-            f"got: {first}\nwhere: rank {os.environ.get('RANK', '?')} on {os.uname().nodename}\n"
-            "what to do: give every node the same --rdzv-endpoint (or MASTER_ADDR and MASTER_PORT), one that all of "
-            "them reach and whose port is free; on one machine leave them out."
+            f"got: {first}\nwhere: rank {rank} on {os.uname().nodename}\n"
+            "what to do: give every node the same --rdzv-endpoint (or MASTER_ADDR and MASTER_PORT),\n"
+            "one that all of them reach and whose port is free; on one machine leave them out."
         ) from error
     # torchrun starts ranks again with the same store: what a former attempt left must not count.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -171,8 +183,8 @@ def _meet(timeout_s: float) -> tuple[Any, int, int]:
             raise RanksMissing(
                 f"{len(missing)} of {world_size} ranks did not come within {timeout_s:g} s.\n"
                 f"expected: all of them at {where}\ngot: nothing from {_ranks(missing)}\n"
-                "what to do: look at what these printed, or why they were not started; a slow start needs a longer "
-                "mesh.start_timeout_s."
+                "what to do: look at what these printed, or why they were not started;\n"
+                "a slow start needs a longer mesh.start_timeout_s."
             )
         time.sleep(0.05)
     return store, rank, world_size

@@ -28,6 +28,7 @@ _MAY_DIFFER = (
     "data.tokenizer",
     "model.path",
     "model.attention",
+    "model.loss",
     "model.experts",
 )
 

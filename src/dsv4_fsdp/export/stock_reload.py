@@ -1,9 +1,12 @@
 """Reload an export as a stranger would: stock Transformers, in a process of its own, nothing of this package imported.
 
-Run by path, not as a module of the package: ``python -P stock_reload.py EXPORT REFERENCE PROMPT SEED DEVICE``. In
+Run by path, not as a module of the package: ``python -P stock_reload.py EXPORT REFERENCE PROMPT SEED DEVICE
+THREADS``. In
 REFERENCE, a safetensors file, are ``input_ids`` and the ``logits`` the trained model gave for them. Prints one JSON
 object: ``equal``, ``max_abs_difference``, ``dtypes`` (number of tensors by dtype), ``loading`` (problems that
-Transformers reports) and ``sample`` (PROMPT and text that continues it, empty if the logits differ).
+Transformers reports) and ``sample`` (PROMPT and text that continues it, empty if the logits differ or PROMPT is).
+
+A quantised export is dequantised on loading, an adapter is put onto its base model by stock peft.
 """
 
 from __future__ import annotations
@@ -11,28 +14,38 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, FineGrainedFP8Config
 from transformers.utils import logging
 
 _NEW_TOKENS = 160
 _TEMPERATURE = 0.7
 
 
-def main(export: str, reference_path: str, prompt: str, seed: int, device: str) -> None:
+def main(export: str, reference_path: str, prompt: str, seed: int, device: str, threads: int) -> None:
     logging.disable_progress_bar()
-    model, loading = AutoModelForCausalLM.from_pretrained(export, output_loading_info=True)
+    torch.set_num_threads(threads)
+    adapter = Path(export, "adapter_config.json")
+    base = json.loads(adapter.read_text())["base_model_name_or_path"] if adapter.exists() else export
+    options: dict[str, Any] = {}
+    if "quantization_config" in json.loads(Path(base, "config.json").read_text()):
+        options["quantization_config"] = FineGrainedFP8Config(dequantize=True)
+    model, loading = AutoModelForCausalLM.from_pretrained(base, output_loading_info=True, **options)
+    if adapter.exists():
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, export).eval()
     model.to(device)
-    tokenizer = AutoTokenizer.from_pretrained(export)
     reference = load_file(reference_path)
     with torch.no_grad():
         logits = model(input_ids=reference["input_ids"].to(device)).logits.cpu()
 
     equal = torch.equal(logits, reference["logits"])
-    sample = _sample(model, tokenizer, prompt, seed) if equal else ""
+    sample = _sample(model, AutoTokenizer.from_pretrained(export), prompt, seed) if equal and prompt else ""
     print(
         json.dumps(
             {
@@ -62,4 +75,4 @@ def _sample(model: Any, tokenizer: Any, prompt: str, seed: int) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5])
+    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5], int(sys.argv[6]))
