@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from dsv4_fsdp import ShardingPlan, parallelize, use_windowed_attention
 from dsv4_fsdp.alignment import indexer_parameters
+from dsv4_fsdp.chunked_loss import with_chunked_loss
 from dsv4_fsdp.expert_parallel import make_expert_mesh
 from dsv4_fsdp.names import canonical_name
 from dsv4_fsdp.torch_private import parameter_groups
@@ -142,6 +143,7 @@ def kept_by_a_real_forward(
     sharded: bool = False,
     expert_parallel: int = 1,
     trained: ModelConfig | None = None,
+    chunked: bool = True,
 ) -> int:
     """Bytes that autograd keeps of a forward with loss on this process's CPU, without parameters and buffers."""
     model = tiny_transformers()
@@ -176,8 +178,11 @@ def kept_by_a_real_forward(
             block.register_forward_hook(keep_inputs, with_kwargs=True)
     ids = torch.randint(0, 128, (batch, length))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda packed: packed.tensor):
-        logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
-        loss = nn.functional.cross_entropy(logits.float(), ids[:, 1:].flatten(), reduction="sum")
+        if chunked:
+            loss = with_chunked_loss(model)(ids, ids).loss_sum
+        else:
+            logits = model(input_ids=ids, use_cache=False).logits
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids.flatten(), reduction="sum")
     own = [*model.parameters(), *model.buffers()]
     ours = {(t.to_local() if isinstance(t, DTensor) else t).untyped_storage()._cdata for t in own}
     for _, group in parameter_groups(model):

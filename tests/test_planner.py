@@ -271,6 +271,13 @@ def _planned(tiny: Estimator, batch: int, length: int, checkpointing: int, atten
     return activations.saved_bytes(checkpointing=checkpointing)
 
 
+def test_predicted_activations_hold_for_the_stock_loss() -> None:
+    """Which keeps the logits of all tokens, in the head's dtype and in fp32."""
+    estimator = Estimator("tiny", transformers_config(), trained=ModelConfig(path="-", loss="stock"))
+    real = kept_by_a_real_forward(batch=2, length=64, attention="windowed", chunked=False)
+    assert _planned(estimator, 2, 64, 0, "windowed") == pytest.approx(real, rel=0.01)
+
+
 TRAINED = {
     "adapters": ModelConfig(path="-", train="lora"),
     "last blocks": ModelConfig(path="-", freeze=("embed_tokens", "layers.0", "layers.1")),

@@ -6,8 +6,8 @@ once, in the first block that keeps it; parameters and buffers do not count, the
 kind if their modules have the same classes, shapes and dtypes.
 
 The fake device is the CPU with Transformers' default expert implementation (``grouped_mm``) and the model's attention
-(eager keeps several matrices of heads x tokens x keys, most of what there is at 4,096 tokens). The loss is the
-trainer's: a cross entropy in fp32 over all positions. Where the embedding is frozen, blocks before the first trainable
+(eager keeps several matrices of heads x tokens x keys, most of what there is at 4,096 tokens). The loss is the one that
+the trainer is told to take, over all positions. Where the embedding is frozen, blocks before the first trainable
 parameter keep nothing, and the block that holds it less than others of its kind, so it is measured by itself.
 
 With activation checkpointing a block keeps its input alone and is run again in backward, so nothing more is measured.
@@ -27,6 +27,7 @@ from torch import nn
 
 from dsv4_fsdp.alignment import indexer_parameters
 from dsv4_fsdp.chunk_sizes import as_on_an_accelerator
+from dsv4_fsdp.chunked_loss import with_chunked_loss
 from dsv4_fsdp.model_layout import layout_of
 from dsv4_fsdp.torch_private import FakeTensorMode, TorchDispatchMode, pytree
 
@@ -94,11 +95,12 @@ class Activations:
 
 
 def measure_activations(
-    model: nn.Module, *, batch: int, sequence: int, names: Sequence[str] | None = None
+    model: nn.Module, *, batch: int, sequence: int, loss: str, names: Sequence[str] | None = None
 ) -> Activations:
     """Run ``model``, which is on meta and is used up by this, on fake tensors.
 
     Args:
+        loss: ``"chunked"`` (:mod:`dsv4_fsdp.chunked_loss`) or ``"stock"``.
         names: what to call each block, in order; default the names of their classes.
     """
     layout = layout_of(model)
@@ -112,7 +114,7 @@ def measure_activations(
     chosen = [indices[0] for indices in kinds.values()]
     _keep_blocks(model, layout.blocks, chosen)
     with as_on_an_accelerator():
-        run = _run([blocks[index] for index in chosen], model, batch, sequence)
+        run = _run([blocks[index] for index in chosen], model, batch, sequence, loss)
     return Activations(
         batch,
         sequence,
@@ -207,6 +209,9 @@ class _Ledger(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.bool:
             return False  # "Does a position restart?", asks windowed attention: not in rows of one document
+        if func is torch.ops.aten.nonzero.default:
+            # "Which tokens have a label?", asks the chunked loss: all of them.
+            return torch.arange(args[0].numel(), device=args[0].device).unsqueeze(1)
         out = func(*args, **(kwargs or {}))
         for leaf in pytree.tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
@@ -214,7 +219,7 @@ class _Ledger(TorchDispatchMode):
         return out
 
 
-def _run(blocks: Sequence[nn.Module], model: nn.Module, batch: int, sequence: int) -> list[_Measured]:
+def _run(blocks: Sequence[nn.Module], model: nn.Module, batch: int, sequence: int, loss_kind: str) -> list[_Measured]:
     """Prelude, the blocks, epilogue."""
     num_parts = len(blocks) + 2
     saved: list[dict[int, int]] = [{} for _ in range(num_parts)]
@@ -272,7 +277,7 @@ def _run(blocks: Sequence[nn.Module], model: nn.Module, batch: int, sequence: in
         try:
             forward_marks.append(ledger.mark())
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                loss = _loss(model, torch.zeros(batch, sequence, dtype=torch.int64))
+                loss = _loss(model, torch.zeros(batch, sequence, dtype=torch.int64), loss_kind)
             forward_marks.append(ledger.mark())
             backward_marks[num_parts - 1] = ledger.mark()
             loss.backward()
@@ -318,7 +323,9 @@ def _make_fake(model: nn.Module) -> None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
 
 
-def _loss(model: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
-    """The trainer's: see ``dsv4_fsdp.train.loop``."""
-    logits = model(input_ids=input_ids, use_cache=False).logits[:, :-1].flatten(0, 1)
-    return F.cross_entropy(logits.float(), input_ids[:, 1:].flatten(), reduction="sum")
+def _loss(model: nn.Module, input_ids: torch.Tensor, kind: str) -> torch.Tensor:
+    """The trainer's: see ``dsv4_fsdp.train.loop``. Every position has a label."""
+    if kind == "chunked":
+        return with_chunked_loss(model)(input_ids, input_ids).loss_sum
+    logits = model(input_ids=input_ids, use_cache=False).logits
+    return F.cross_entropy(logits.flatten(0, 1).float(), input_ids.flatten(), reduction="sum")

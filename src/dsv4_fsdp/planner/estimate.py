@@ -298,6 +298,7 @@ class Estimator:
                 self._make("bf16", attention).model,
                 batch=settings.batch,
                 sequence=settings.sequence,
+                loss=self.trained.loss,
                 names=_block_names(self.config),
             )
         return self._activations[key]

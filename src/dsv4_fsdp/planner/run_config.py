@@ -37,7 +37,7 @@ _SETTINGS = {
 }
 """The planner's setting -> the trainer's that it is read from."""
 _OF_STDLIB = {"sequence": "data.sequence_lengths", "batch": "data.batch_tokens"}
-_MODEL_SETTINGS = ("model.path", "model.init", "model.train", "model.lora", "model.freeze")
+_MODEL_SETTINGS = ("model.path", "model.init", "model.train", "model.lora", "model.freeze", "model.loss")
 # Told to the trainer's checks too, or they would judge what the file says instead.
 _PASSED_ON = ("ranks", "replicate", "expert_parallel", "storage", "batch", "sequence")
 
