@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from typer.testing import CliRunner, Result
 
 import pool
-from dsv4_fsdp import parallelize, precision_table, read_back
+from dsv4_fsdp import parallelize, plan_sharding, precision_table, read_back
 from dsv4_fsdp.audit_report import AuditReport, Violation
 from dsv4_fsdp.cli import app
+from dsv4_fsdp.report.breakdown import breakdown_svg, breakdowns_of
 from dsv4_fsdp.report.charts import Line, charts_of, svg
 from dsv4_fsdp.report.page import page
 from dsv4_fsdp.report.run_data import read_run
-from dsv4_fsdp.train.config import PRESETS
+from dsv4_fsdp.train.config import flat_settings, resolve, to_yaml
 from dsv4_fsdp.train.progress import StepMetrics
 from dsv4_fsdp.train.tiny_model import build_tiny_model
 
@@ -44,6 +46,10 @@ STEP = StepMetrics(
     skipped_steps=0,
     elapsed_s=2.0,
     memory_bytes=500 * 2**20,
+    data_s=0.25,
+    compute_s=1.25,
+    reduce_s=0.25,
+    optimizer_s=0.25,
 )
 HOSTILE = "<img src=x onerror=alert(1)>\"'&amp;"
 
@@ -64,10 +70,9 @@ def run_files() -> dict[str, str]:
     """A run folder's small files: plan and precision are real, of two ranks; the twelve steps are made up."""
     files: dict[str, str] = pool.run_ranks(2, shard_and_read_back)[0]
     steps = [replace(STEP, step=i, loss=5.5 - i / 4, elapsed_s=2.0 * i) for i in range(1, 13)]
-    config = PRESETS["tiny"].model_copy(update={"steps": 12})
     return files | {
         "metrics.jsonl": "".join(f"{step.to_json()}\n" for step in steps),
-        "config.json": config.model_dump_json(indent=2) + "\n",
+        "config.yaml": to_yaml(resolve({"steps": "12"})),
     }
 
 
@@ -169,11 +174,12 @@ def test_the_page_needs_nothing_but_itself(make_run: Callable[..., Path]) -> Non
 
 def test_what_a_run_recorded_is_shown_and_the_rest_is_named(make_run: Callable[..., Path]) -> None:
     """A field nobody knows gets a chart; one that is missing gets none, and is in the list of what is left out."""
-    rows = [{"eval_loss": 2.0 + i, "routing": [1, 2], "lr": 1e-3} for i in range(3)]
+    rows = [{"mystery": 2.0 + i, "routing": [1, 2], "lr": 1e-3} for i in range(3)]
     reader = rendered(make_run(files={"metrics.jsonl": metrics(*rows), "precision.txt": None}))
-    titles = [line for line in section(reader, "Training", "Precision") if line in ("Loss", "Memory", "eval_loss")]
-    assert titles == ["Loss", "eval_loss"]
+    titles = [line for line in section(reader, "Training", "Precision") if line in ("Loss", "Memory", "mystery")]
+    assert titles == ["Loss", "mystery"]
     missing = [
+        "evaluation",
         "expert load",
         "step-time breakdown",
         "collectives as issued",
@@ -197,8 +203,65 @@ def test_every_recorded_field_of_the_trainer_has_its_chart(make_run: Callable[..
     for title in ("Loss", "Gradient norm", "Learning rate", "Tokens per second", "Memory", "Ranks without window"):
         assert title in shown
     assert shown[shown.index("Skipped steps") + 2] == "0 in all 12 steps"
-    assert reader.tags["svg"] == 6
+    assert reader.tags["svg"] == 7  # and the step's time
     assert "clipped to 1" not in shown  # far below this run's norms, where a line would flatten the curve
+
+
+def test_step_time_is_stacked_and_adds_up(make_run: Callable[..., Path]) -> None:
+    """Each part lies on the one below it; the top is the whole step; shares are of all the time."""
+    rows = [{"data_s": 1.0, "compute_s": 5.0 + i, "reduce_s": 1.0, "optimizer_s": 1.0} for i in range(3)]
+    data = read_run(make_run(files={"metrics.jsonl": metrics(*rows)}))
+    (breakdown,) = breakdowns_of([data], ["run"])
+    assert breakdown.shares == [
+        ("batches", 3 / 27),
+        ("forward and backward", 18 / 27),
+        ("reduction", 3 / 27),
+        ("optimizer", 3 / 27),
+    ]
+    assert breakdown.chart.lines[0].values == (8.0, 9.0, 10.0)
+    picture = breakdown_svg(breakdown)
+    edges = [
+        [point.split(",")[1] for point in points.split()]
+        for points in re.findall(r'<polygon class="s\d" points="([^"]*)"', picture)
+    ]
+    assert len(edges) == 4
+    for below, above in pairwise(edges):
+        assert below[:3] == above[:2:-1]
+    shown = section(Reader(page([data])), "Training", "Precision")
+    at = shown.index("Step time")
+    assert shown[at + 2 : at + 4] == ["mean 9 s", "batches 11% forward and backward 67% reduction 11% optimizer 11%"]
+    both = page([data, data])
+    assert both.count('<polygon class="s0"') == 2
+
+
+def test_a_single_step_has_a_breakdown(make_run: Callable[..., Path]) -> None:
+    """It is drawn as wide as a step."""
+    data = read_run(make_run(files={"metrics.jsonl": metrics({"compute_s": 2.0})}))
+    (breakdown,) = breakdowns_of([data], ["run"])
+    xs = {point.split(",")[0] for point in re.findall(r'points="([^"]*)"', breakdown_svg(breakdown))[0].split()}
+    assert len(xs) == 2
+
+
+def test_steps_without_an_evaluation_are_no_gaps(make_run: Callable[..., Path]) -> None:
+    """Beside the loss, with the steps that had one; the answer names the last. Expert load has its level of 1."""
+    rows = [{"eval_loss": 2.0 - i / 8 if i % 2 else None, "expert_load": 1.5 + i / 8} for i in range(4)]
+    data = read_run(make_run(files={"metrics.jsonl": metrics(*rows)}))
+    assert (data.columns["eval_loss"].steps, data.columns["eval_loss"].values) == ((2, 4), (1.875, 1.625))
+    loss, evaluation, load, *_ = charts_of([data], ["run"])
+    assert [c.title for c in (loss, evaluation, load)] == ["Loss", "Evaluation loss", "Expert load"]
+    assert svg(evaluation).count('class="lost"') == 0
+    assert 'class="ref"' in svg(load)
+    assert any("1.625 in the last evaluation" in line for line in Reader(page([data])).seen[:4])
+
+
+def test_a_plan_with_expert_parallelism_is_read(make_run: Callable[..., Path]) -> None:
+    """As the trainer writes it, checkpointing as a number among it; all-to-alls are counted."""
+    plan = plan_sharding(build_tiny_model(seed=0), mesh_shape=(2,), expert_parallel=2, activation_checkpointing=2)
+    folder = make_run(files={"plan.json": plan.to_json()})
+    assert read_run(folder).plan == plan
+    reality = section(rendered(folder), "Plan against reality", "Configuration")
+    # 4 layers, 3 forward and 2 backward, and 3 again in 2 of them.
+    assert reality[reality.index("all_to_all, a step") + 1].startswith("26, ")
 
 
 def test_a_downcast_island_is_the_headline(make_run: Callable[..., Path], run_files: dict[str, str]) -> None:
@@ -239,8 +302,8 @@ def test_an_audit_saved_with_the_run_decides_about_the_islands(make_run: Callabl
 
 def test_two_runs_stand_side_by_side(make_run: Callable[..., Path], tmp_path: Path) -> None:
     """Each chart has both curves; settings that differ are marked; equal precision is shown once."""
-    config = PRESETS["tiny"].model_copy(update={"steps": 12, "seed": 7})
-    a, b = make_run("first"), make_run("second", files={"config.json": config.model_dump_json()})
+    config = resolve({"steps": "12", "seed": "7"})
+    a, b = make_run("first"), make_run("second", files={"config.yaml": to_yaml(config)})
     out = tmp_path / "out.html"
     result = run(a, b, "--html", out)
     assert result.exit_code == 0
@@ -249,7 +312,7 @@ def test_two_runs_stand_side_by_side(make_run: Callable[..., Path], tmp_path: Pa
     assert text.count('class="line a"') == text.count('class="line b"') == 6
     assert re.findall(r'<tr class="differs"><td class="name">([^<]*)', text) == ["seed"]
     reader = Reader(text)
-    assert "1 of the 13 settings differ." in reader.seen
+    assert f"1 of the {len(flat_settings(config))} settings differ." in reader.seen
     assert reader.seen.count("The same in both runs, row by row.") == 1
 
 
@@ -273,7 +336,7 @@ def test_nothing_from_a_file_is_taken_for_markup(make_run: Callable[..., Path], 
     plan["units"][0]["fqn"] = HOSTILE
     files = {
         "metrics.jsonl": metrics({HOSTILE: 1.0, f"{HOSTILE}2": []}, {HOSTILE: 2.0}),
-        "config.json": json.dumps({HOSTILE: HOSTILE, "steps": 2, "nproc": HOSTILE}),
+        "config.yaml": json.dumps({HOSTILE: HOSTILE, "steps": 2, "nproc": HOSTILE}),
         "precision.txt": precision,
         "plan.json": json.dumps(plan),
         "audit.json": json.dumps(audit),
@@ -299,8 +362,9 @@ BROKEN: dict[str, tuple[dict[str, str | None], str]] = {
     "infinite": ({"metrics.jsonl": '{"step": 1, "loss": 1e999}\n'}, "line 1: loss is not finite"),
     "a word": ({"metrics.jsonl": metrics({"lr": "fast"})}, "line 1: lr: expected a number or null"),
     "no loss": ({"metrics.jsonl": '{"step": 1}\n'}, 'no line has a "loss"'),
-    "broken config": ({"config.json": "{"}, "config.json: not JSON"),
-    "config is a list": ({"config.json": "[]"}, "config.json: expected an object of settings"),
+    "broken config": ({"config.yaml": "{"}, "config.yaml: not YAML"),
+    "config is a list": ({"config.yaml": "[]"}, "config.yaml: expected settings by name"),
+    "a worded load": ({"metrics.jsonl": metrics({"expert_load": "even"})}, "line 1: expert_load: expected a number"),
     "other precision": ({"precision.txt": "hello"}, "precision.txt, line 1: expected the columns name count"),
     "broken plan": ({"plan.json": "{"}, "plan.json: not JSON"),
     "broken audit": ({"audit.json": "{}"}, "audit.json: not an audit report"),
@@ -448,7 +512,7 @@ def framed_page(make_run: Callable[..., Path], tmp_path: Path) -> Path:
     long_setting = {"very_long_name_without_any_blank" * 4: "x" * 300, "steps": 12, "nproc": 2}
     a = make_run("a" * 120)
     rising = metrics(*({"loss": 2.0 + i / 4} for i in range(12)))
-    b = make_run("b", files={"metrics.jsonl": rising, "config.json": json.dumps(long_setting), "precision.txt": None})
+    b = make_run("b", files={"metrics.jsonl": rising, "config.yaml": json.dumps(long_setting), "precision.txt": None})
     text = page([read_run(a), read_run(b)])
     frames = "".join(
         f'<iframe style="border:0;display:block;width:{width}px;height:{height}px" srcdoc="{html.escape(text)}">'

@@ -15,7 +15,7 @@ import pytest
 
 from dsv4_fsdp.train.checkpoint_folder import latest_checkpoint
 
-STEPS = 40
+STEPS = 100
 KILLS = 20
 SETTINGS = {
     "steps": str(STEPS),
@@ -69,9 +69,8 @@ def test_a_run_killed_at_twenty_random_moments_ends_as_the_one_that_was_not(tmp_
 
     folder = tmp_path / "killed"
     rng = random.Random(1)
-    kills = finished = 0
-    steps_at_kills = []
-    while kills < KILLS or not finished:
+    kills = 0
+    while True:
         process = start(folder)
         if kills < KILLS:
             # Steps are counted from the moment when this attempt has made one: every attempt gets on.
@@ -86,22 +85,17 @@ def test_a_run_killed_at_twenty_random_moments_ends_as_the_one_that_was_not(tmp_
             time.sleep(rng.uniform(0, 0.7))
             victims = ranks_of(process.pid)
             if process.poll() is None and victims:
-                steps_at_kills.append(before)
                 os.kill(rng.choice(victims), signal.SIGKILL)
                 killed_at = time.monotonic()
                 assert process.wait(timeout=60) != 0
                 assert time.monotonic() - killed_at < 15
                 assert not any(Path(f"/proc/{victim}").exists() for victim in victims)
                 kills += 1
-                latest, problems = latest_checkpoint(folder / "checkpoints")
-                assert latest is not None
+                # Perhaps none yet; but what has a name is whole.
+                _, problems = latest_checkpoint(folder / "checkpoints")
                 assert problems == []
                 continue
-            if process.wait(timeout=60) == 0:  # it was done before it could be killed: let it make the last steps again
-                kills += 1
-                finished += 1
-                break
         assert process.wait(timeout=900) == 0, log_of(folder).read_text()
-        finished += 1
+        break
+    assert kills == KILLS
     assert rows(folder) == expected
-    assert kills >= KILLS or steps_at_kills[-1] > STEPS - 4

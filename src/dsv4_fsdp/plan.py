@@ -145,6 +145,15 @@ class ShardingPlan:
         blocks = [unit for unit in self.units if unit.role == "block"]
         return bool(self.activation_checkpointing) and blocks.index(block) % self.activation_checkpointing == 0
 
+    def gradient_arrives_at(self, unit: UnitPlan) -> bool:
+        """Whether backward comes to ``unit``: whether it, or what ran before it, trains.
+
+        torch gathers one unit further, which :attr:`UnitPlan.reached_in_backward` is true of.
+        """
+        last = self.units.index(unit) + (unit.role == "experts")  # the block around them runs first
+        holds_embedding = self.units[0].role != "embedding" and self.units[-1].trains
+        return holds_embedding or any(earlier.trains for earlier in self.units[: last + 1])
+
     def collectives_per_step(self, *, micro_batches: int = 1) -> dict[str, int]:
         """How many collectives one optimizer step issues for parameters and gradients, by kind.
 
@@ -154,17 +163,24 @@ class ShardingPlan:
 
         With expert parallelism, ``all_to_all`` counts how tokens go to their experts and back: three per layer and
         forward (how many, the tokens, the results), run again where the block is recomputed, and two in backward.
+        None of the latter where no gradient arrives.
         """
         counts = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
-        for unit in self.units:
+        for unit, after in zip(self.units, [*self.units[1:], None], strict=True):
             reduces = sum(1 for group in unit.groups if group.reduce_scatter_bytes)
             if self.shard_size(unit) > 1:
-                counts["all_gather"] += len(unit.groups) * (1 + unit.gathers_in_backward)
+                counts["all_gather"] += len(unit.groups)
+                if unit.gathers_in_backward:
+                    # A unit of one group, as dispatched experts are, asks for one group of the unit before it.
+                    is_cut_short = after is not None and len(after.groups) == 1 and not self.gradient_arrives_at(unit)
+                    counts["all_gather"] += 1 if is_cut_short else len(unit.groups)
                 counts["reduce_scatter"] += reduces
             counts["all_reduce"] += reduces * (len(self.mesh_shape) == 2)
         if self.expert_parallel > 1:
             with_experts = [after for unit, after in pairwise(self.units) if unit.role == "experts"]
-            counts["all_to_all"] = sum(5 + 3 * self.recomputes(block) for block in with_experts)
+            counts["all_to_all"] = sum(
+                3 + (2 + 3 * self.recomputes(block)) * self.gradient_arrives_at(block) for block in with_experts
+            )
         return {kind: micro_batches * count for kind, count in counts.items()}
 
     def table(self) -> str:

@@ -18,6 +18,8 @@ import torch
 from torch import nn
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import apply_rotary_pos_emb
 
+from dsv4_fsdp.chunk_sizes import are_for_cpu
+
 from .documents import Documents
 
 __all__ = ["Entries", "choose_entries", "compress_heavily", "compress_sparsely"]
@@ -94,7 +96,7 @@ def choose_entries(
     batch, num_queries, _ = hidden_states.shape
     num_entries = keys.shape[1]
     num_chosen = min(indexer.index_topk, num_entries)
-    elements = _SCORE_ELEMENTS_ON_CPU if hidden_states.device.type == "cpu" else _SCORE_ELEMENTS
+    elements = _SCORE_ELEMENTS_ON_CPU if are_for_cpu(hidden_states.device) else _SCORE_ELEMENTS
     keys = keys.float().transpose(1, 2)
     cos, sin = indexer.rotary_emb(hidden_states, position_ids=position_ids, layer_type=indexer.rope_layer_type)
     scorer = indexer.scorer

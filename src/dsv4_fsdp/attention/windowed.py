@@ -26,6 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from dsv4_fsdp.chunk_sizes import are_for_cpu
+
 __all__ = ["Sight", "windowed_attention"]
 
 # Queries per block. A block looks at block + window keys, half of the block's triangle and of the window's for nothing:
@@ -116,7 +118,7 @@ class _Shape:
         self.entries = sight.num_entries
         self.local = keys.shape[1] - self.entries
         self.past = self.local - self.queries
-        self.chunk_elements = _CHUNK_ELEMENTS_ON_CPU if query.device.type == "cpu" else _CHUNK_ELEMENTS
+        self.chunk_elements = _CHUNK_ELEMENTS_ON_CPU if are_for_cpu(query.device) else _CHUNK_ELEMENTS
         self.block = min(_BLOCK, self.queries)
         self.reach = -(-sight.window // self.block) * self.block
         self.span = self.block + self.reach

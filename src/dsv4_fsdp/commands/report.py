@@ -28,6 +28,7 @@ def report(
         _fail(problems)
     assert html is not None
 
+    from dsv4_fsdp.report.breakdown import breakdown_png, breakdowns_of
     from dsv4_fsdp.report.charts import charts_of, png
     from dsv4_fsdp.report.page import labels_of, page
     from dsv4_fsdp.report.run_data import RunDataError, read_run
@@ -40,7 +41,10 @@ def report(
     labels = labels_of(runs)
     # All of it is made before the first file is written: a mistake leaves nothing behind.
     text = page(runs)
-    pictures = {f"{c.key}.png": png(c) for c in charts_of(runs, labels)} if png_dir is not None else {}
+    pictures = {}
+    if png_dir is not None:
+        pictures = {f"{c.key}.png": png(c) for c in charts_of(runs, labels)}
+        pictures |= {f"{b.chart.key}.png": breakdown_png(b) for b in breakdowns_of(runs, labels)}
     try:
         html.write_text(text, encoding="utf-8")
         if png_dir is not None:

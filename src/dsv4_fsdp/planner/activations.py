@@ -5,11 +5,13 @@ block of each kind, at the asked batch and sequence. Saved-tensor hooks say whic
 once, in the first block that keeps it; parameters and buffers do not count, they are there anyway. Blocks are of one
 kind if their modules have the same classes, shapes and dtypes.
 
-The fake device is the CPU with Transformers' default expert implementation (``grouped_mm``) and attention (eager: it
-keeps several matrices of heads x tokens x keys, most of what there is at 4,096 tokens). The loss is the trainer's: a
-cross entropy in fp32 over all positions.
+The fake device is the CPU with Transformers' default expert implementation (``grouped_mm``) and the model's attention
+(eager keeps several matrices of heads x tokens x keys, most of what there is at 4,096 tokens). The loss is the one that
+the trainer is told to take, over all positions. Where the embedding is frozen, blocks before the first trainable
+parameter keep nothing, and the block that holds it less than others of its kind, so it is measured by itself.
 
 With activation checkpointing a block keeps its input alone and is run again in backward, so nothing more is measured.
+Under expert parallelism a rank's experts see as many rows as they would without, on average.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from dsv4_fsdp.alignment import indexer_parameters
+from dsv4_fsdp.chunk_sizes import as_on_an_accelerator
+from dsv4_fsdp.chunked_loss import with_chunked_loss
 from dsv4_fsdp.model_layout import layout_of
 from dsv4_fsdp.torch_private import FakeTensorMode, TorchDispatchMode, pytree
 
@@ -80,33 +84,37 @@ class Activations:
         block = self.of_block(index)
         return block.input_bytes if checkpointing else block.part.saved_bytes
 
-    def saved_bytes(self, *, checkpointing: bool) -> int:
-        """All that is kept at the end of the forward."""
+    def saved_bytes(self, *, checkpointing: int) -> int:
+        """All that is kept at the end of the forward; ``checkpointing`` n: every n-th block is recomputed (0: none)."""
         blocks = sum(
-            len(block.indices) * (block.input_bytes if checkpointing else block.part.saved_bytes)
+            block.input_bytes if checkpointing and index % checkpointing == 0 else block.part.saved_bytes
             for block in self.blocks
+            for index in block.indices
         )
         return self.prelude.saved_bytes + blocks + self.epilogue.saved_bytes
 
 
 def measure_activations(
-    model: nn.Module, *, batch: int, sequence: int, names: Sequence[str] | None = None
+    model: nn.Module, *, batch: int, sequence: int, loss: str, names: Sequence[str] | None = None
 ) -> Activations:
     """Run ``model``, which is on meta and is used up by this, on fake tensors.
 
     Args:
+        loss: ``"chunked"`` (:mod:`dsv4_fsdp.chunked_loss`) or ``"stock"``.
         names: what to call each block, in order; default the names of their classes.
     """
     layout = layout_of(model)
     blocks = [model.get_submodule(name) for name in layout.blocks]
-    kinds: dict[Hashable, list[int]] = {}
-    for index, block in enumerate(blocks):
-        kinds.setdefault(_kind_of(block), []).append(index)
-    chosen = [indices[0] for indices in kinds.values()]
-    _keep_blocks(model, layout.blocks, chosen)
     for param in indexer_parameters(model).values():
         param.requires_grad_(False)  # as the plan does
-    run = _run([blocks[index] for index in chosen], model, batch, sequence)
+    first = _first_reached(model, blocks)
+    kinds: dict[Hashable, list[int]] = {}
+    for index, block in enumerate(blocks):
+        kinds.setdefault((min(2, max(0, index - first + 1)), _kind_of(block)), []).append(index)
+    chosen = [indices[0] for indices in kinds.values()]
+    _keep_blocks(model, layout.blocks, chosen)
+    with as_on_an_accelerator():
+        run = _run([blocks[index] for index in chosen], model, batch, sequence, loss)
     return Activations(
         batch,
         sequence,
@@ -130,9 +138,27 @@ class _Measured:
     input_bytes: int
 
 
+def _first_reached(model: nn.Module, blocks: Sequence[nn.Module]) -> int:
+    """The first block that backward reaches, if that is not the embedding: then -1."""
+    if any(param.requires_grad for param in _embedding(model).parameters()):
+        return -1
+    trains = (i for i, block in enumerate(blocks) if any(param.requires_grad for param in block.parameters()))
+    return next(trains, len(blocks))
+
+
+def _embedding(model: nn.Module) -> nn.Module:
+    found = model.get_input_embeddings()  # type: ignore[operator]
+    assert isinstance(found, nn.Module)
+    return found
+
+
 def _kind_of(block: nn.Module) -> Hashable:
     return tuple(
-        (name, type(module), tuple((n, tuple(p.shape), p.dtype) for n, p in module.named_parameters(recurse=False)))
+        (
+            name,
+            type(module),
+            tuple((n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in module.named_parameters(recurse=False)),
+        )
         for name, module in block.named_modules()
     )
 
@@ -181,6 +207,11 @@ class _Ledger(TorchDispatchMode):
         return peak
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.bool:
+            return False  # "Does a position restart?", asks windowed attention: not in rows of one document
+        if func is torch.ops.aten.nonzero.default:
+            # "Which tokens have a label?", asks the chunked loss: all of them.
+            return torch.arange(args[0].numel(), device=args[0].device).unsqueeze(1)
         out = func(*args, **(kwargs or {}))
         for leaf in pytree.tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
@@ -188,7 +219,7 @@ class _Ledger(TorchDispatchMode):
         return out
 
 
-def _run(blocks: Sequence[nn.Module], model: nn.Module, batch: int, sequence: int) -> list[_Measured]:
+def _run(blocks: Sequence[nn.Module], model: nn.Module, batch: int, sequence: int, loss_kind: str) -> list[_Measured]:
     """Prelude, the blocks, epilogue."""
     num_parts = len(blocks) + 2
     saved: list[dict[int, int]] = [{} for _ in range(num_parts)]
@@ -221,12 +252,13 @@ def _run(blocks: Sequence[nn.Module], model: nn.Module, batch: int, sequence: in
                 # What all blocks are handed (RoPE tables, mask, ids) was made by the prelude and stays for all of them.
                 for tensor in tensors:
                     number = ledger.number_of(tensor)
-                    if not tensor.requires_grad and number not in known:
+                    if tensor is tensors[0]:  # hidden states
+                        inputs[part] += tensor.untyped_storage().nbytes()
+                        if tensor.requires_grad:
+                            tensor.register_hook(begins_in_backward(part - 1))
+                    elif number not in known:
                         known.add(number)
                         saved[0][number] = tensor.untyped_storage().nbytes()
-                    elif tensor.requires_grad:
-                        inputs[part] += tensor.untyped_storage().nbytes()
-                        tensor.register_hook(begins_in_backward(part - 1))
                 forward_marks.append(ledger.mark())
 
             return hook
@@ -245,7 +277,7 @@ def _run(blocks: Sequence[nn.Module], model: nn.Module, batch: int, sequence: in
         try:
             forward_marks.append(ledger.mark())
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                loss = _loss(model, torch.zeros(batch, sequence, dtype=torch.int64))
+                loss = _loss(model, torch.zeros(batch, sequence, dtype=torch.int64), loss_kind)
             forward_marks.append(ledger.mark())
             backward_marks[num_parts - 1] = ledger.mark()
             loss.backward()
@@ -257,7 +289,7 @@ def _run(blocks: Sequence[nn.Module], model: nn.Module, batch: int, sequence: in
 
     measured = []
     for part in range(num_parts):
-        start = backward_marks[part]
+        start = backward_marks.get(part, backward_end)  # it may have none
         end = backward_marks.get(part - 1, backward_end)
         measured.append(
             _Measured(
@@ -266,7 +298,7 @@ def _run(blocks: Sequence[nn.Module], model: nn.Module, batch: int, sequence: in
                     ledger.peak(forward_marks[part], forward_marks[part + 1]),
                     ledger.peak(start, end, without=gradients),
                 ),
-                inputs[part],
+                inputs[part] if part in backward_marks else 0,
             )
         )
     return measured
@@ -291,7 +323,9 @@ def _make_fake(model: nn.Module) -> None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
 
 
-def _loss(model: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
-    """The trainer's: see ``dsv4_fsdp.train.loop``."""
-    logits = model(input_ids=input_ids, use_cache=False).logits[:, :-1].flatten(0, 1)
-    return F.cross_entropy(logits.float(), input_ids[:, 1:].flatten(), reduction="sum")
+def _loss(model: nn.Module, input_ids: torch.Tensor, kind: str) -> torch.Tensor:
+    """The trainer's: see ``dsv4_fsdp.train.loop``. Every position has a label."""
+    if kind == "chunked":
+        return with_chunked_loss(model)(input_ids, input_ids).loss_sum
+    logits = model(input_ids=input_ids, use_cache=False).logits
+    return F.cross_entropy(logits.flatten(0, 1).float(), input_ids.flatten(), reduction="sum")

@@ -19,16 +19,25 @@ def hint(estimator: Estimator, estimate: Estimate) -> str | None:
         # A number of ranks need not divide another shard axis.
         settings = replace(settings, reshard_after_forward=True)
     changes = {
-        "--activation-checkpointing": replace(settings, activation_checkpointing=True),
+        "--activation-checkpointing 1": replace(settings, activation_checkpointing=1),
         "--offload": replace(settings, offload=True),
         "--reshard-after-forward true": replace(settings, reshard_after_forward=True),
-        **{f"--replicate {n}": replace(settings, replicate=n) for n in cluster.replica_counts},
+        **{
+            f"--replicate {n}": replace(settings, replicate=n)
+            for n in cluster.replica_counts
+            if cluster.ranks // n % settings.expert_parallel == 0
+        },
+        **{
+            f"--expert-parallel {n}": replace(settings, expert_parallel=n)
+            for n in cluster.expert_parallel_sizes(settings.replicate, estimator.num_experts)
+        },
         "--storage bf16": replace(settings, storage="bf16"),
-        "--optimizer adamw-8bit": replace(settings, optimizer="adamw-8bit"),
+        "--optimizer adamw_8bit": replace(settings, optimizer="adamw_8bit"),
+        "--attention windowed": replace(settings, attention="windowed"),
     }
     tried = {flag: estimator.estimate(cluster, changed) for flag, changed in changes.items() if changed != settings}
-    if settings.optimizer != "adamw":
-        tried.pop("--optimizer adamw-8bit", None)
+    if not settings.optimizer.startswith("adamw"):
+        tried.pop("--optimizer adamw_8bit", None)
     if not tried:
         return "Nothing left to change but more ranks or shorter sequences"
     flag, best = min(tried.items(), key=lambda item: item[1].needed_bytes)

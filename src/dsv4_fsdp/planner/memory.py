@@ -2,7 +2,8 @@
 
 What stays (parameters, gradients, optimizer state) is exact, with padding: FSDP2 pads dim 0 of each parameter to a
 multiple of the shard axis, keeps padded shards, and reduces into padded gradients; the optimizer's state is not padded,
-so the first rank of the shard axis has most of it and is the one that is planned.
+so the first rank of the shard axis has most of it and is the one that is planned. Under expert parallelism a rank has
+its part of the experts, and of that its shard.
 
 What comes and goes follows FSDP2's own order (``_fsdp_param_group.py`` of torch 2.13): in forward a unit's flat
 all-gather output is held until the next unit is copied out, while the next unit's gather is in flight; in backward
@@ -10,8 +11,11 @@ the unit before is gathered while a unit computes, its unsharded gradients exist
 reduce-scatter's input, and that input is held until the next unit reduces. This is the order of allocations as the
 caching allocator sees it with all streams running as issued; fragmentation is in the margin.
 
-Upper bounds, on purpose: a recomputed block's forward counts what it would keep without checkpointing, and all of a
-unit's gradients exist from the start of its backward. Not counted: NCCL's own buffers and the CUDA context (in the
+Upper bounds, on purpose: a recomputed block's forward counts what it would keep without checkpointing, all of a
+unit's gradients exist from the start of its backward, and a block works as hard before and after its dispatched experts
+as anywhere in it. With several micro-batches the last one is shown, when all gradients are there.
+
+Not counted: NCCL's own buffers and the CUDA context (in the
 margin), gradient accumulation without reduction, and torch.compile.
 """
 
@@ -27,6 +31,7 @@ from torch import nn
 from dsv4_fsdp.plan import GroupPlan, ParamPlan, ShardingPlan, UnitPlan
 
 from .activations import Activations, Part
+from .optimizer_state import Roles, algorithm_of, optimizer_state_bytes, optimizer_temporaries
 from .settings import Cluster, TrainingSettings
 
 __all__ = [
@@ -38,7 +43,6 @@ __all__ = [
     "buffer_bytes",
     "checkpoint_bytes",
     "host_memory",
-    "optimizer_state_bytes",
     "peak_of",
     "state_bytes",
     "step_moments",
@@ -49,11 +53,6 @@ MARGIN_FRACTION = 0.08
 """Share of a device's memory that is left to the CUDA context, NCCL's buffers and the allocator's fragmentation. An
 assumption: nothing of this project has run on a GPU yet."""
 
-_AO_BLOCK = 256  # torchao.optim.AdamW8bit's default block_size
-_AO_MIN_NUMEL = 4096  # smaller local tensors are not quantised, `_AdamBase._new_buffer` of torchao 0.18.0
-_AO_QMAP_BYTES = 256 * 4
-_STEP_BYTES = 4  # AdamW's step count is a scalar fp32 tensor for each parameter
-
 
 def _itemsize(dtype: str) -> int:
     found = getattr(torch, dtype)
@@ -61,10 +60,23 @@ def _itemsize(dtype: str) -> int:
     return found.itemsize
 
 
-def _local_shape(param: ParamPlan, shard_size: int, coordinate: int) -> tuple[int, ...]:
-    """The shape of the shard that the rank at ``coordinate`` of the shard axis has, without padding."""
-    rows = math.ceil(param.shape[0] / shard_size)
-    return (max(0, min(rows, param.shape[0] - rows * coordinate)), *param.shape[1:])
+def _padded_numel(plan: ShardingPlan, unit: UnitPlan, param: ParamPlan) -> int:
+    """Elements of one rank's shard, with padding."""
+    return math.ceil(_held_rows(plan, unit, param) / plan.shard_size(unit)) * math.prod(param.shape[1:])
+
+
+def _held_rows(plan: ShardingPlan, unit: UnitPlan, param: ParamPlan) -> int:
+    """Dim 0 of what the rank's unit is gathered to: all, or the rank's part of dispatched experts."""
+    return param.shape[0] // (plan.expert_parallel if unit.role == "experts" else 1)
+
+
+def _local_numel(plan: ShardingPlan, unit: UnitPlan, param: ParamPlan, coordinate: int) -> int:
+    """Elements of the shard that the rank at ``coordinate`` of the shard axis has, without padding."""
+    held, size = _held_rows(plan, unit, param), plan.shard_size(unit)
+    if unit.role == "experts":
+        coordinate //= plan.expert_parallel  # neighbours hold different experts
+    rows = math.ceil(held / size)
+    return max(0, min(rows, held - rows * coordinate)) * math.prod(param.shape[1:])
 
 
 # --- What stays -------------------------------------------------------------------------------------------------------
@@ -83,53 +95,37 @@ class StateBytes:
     buffers: int
 
 
-def state_bytes(plan: ShardingPlan, *, optimizer: str, buffers: int = 0, shard_coordinate: int = 0) -> StateBytes:
+def state_bytes(
+    plan: ShardingPlan, *, optimizer: str, roles: Roles | None = None, buffers: int = 0, shard_coordinate: int = 0
+) -> StateBytes:
     """Exact bytes of parameters, gradients (after a backward) and optimizer state (after a step) of one rank.
 
     Args:
+        optimizer, roles: see :mod:`.optimizer_state`.
         shard_coordinate: the rank's place on the shard axis; the first has the largest optimizer state.
     """
-    shard = plan.mesh_shape[-1]
     sums = dict.fromkeys(("parameters", "gradients", "optimizer"), 0)
     islands = dict(sums)
-    for group in _groups(plan):
+    for unit, group, param in _parameters(plan):
         itemsize = _itemsize(group.storage)
-        for param in group.params:
-            into = islands if param.island else sums
-            padded = math.ceil(param.shape[0] / shard) * math.prod(param.shape[1:]) * itemsize
-            into["parameters"] += padded
-            if param.trainable:
-                into["gradients"] += padded
-                local = math.prod(_local_shape(param, shard, shard_coordinate))
-                into["optimizer"] += optimizer_state_bytes(optimizer, local_numel=local, itemsize=itemsize)
+        into = islands if param.island else sums
+        padded = _padded_numel(plan, unit, param) * itemsize
+        into["parameters"] += padded
+        if param.trainable:
+            into["gradients"] += padded
+            into["optimizer"] += optimizer_state_bytes(
+                algorithm_of(optimizer, param, roles, num_shards=plan.mesh_shape[-1]),
+                local_numel=_local_numel(plan, unit, param, shard_coordinate),
+                itemsize=itemsize,
+            )
     return StateBytes(
         sums["parameters"], islands["parameters"], sums["gradients"], islands["gradients"],
         sums["optimizer"], islands["optimizer"], buffers,
     )  # fmt: skip
 
 
-def optimizer_state_bytes(optimizer: str, *, local_numel: int, itemsize: int) -> int:
-    """State of one parameter on one rank: ``local_numel`` elements of ``itemsize`` bytes, without padding.
-
-    ``adamw``: two moments like the parameter, and a step count. ``adamw-8bit`` (torchao): for each moment a byte per
-    element, an fp32 scale per 256 of them and a table of 256, where the shard has 4,096 elements or more and they fill
-    blocks of 256; otherwise moments like the parameter. ``sgd-momentum``: one buffer like the parameter.
-    """
-    like_param = local_numel * itemsize
-    if optimizer == "adamw":
-        return 2 * like_param + _STEP_BYTES
-    if optimizer == "adamw-8bit":
-        if local_numel >= _AO_MIN_NUMEL and local_numel % _AO_BLOCK == 0:
-            return 2 * (local_numel + local_numel // _AO_BLOCK * 4 + _AO_QMAP_BYTES) + _STEP_BYTES
-        return 2 * like_param + _STEP_BYTES
-    if optimizer == "sgd-momentum":
-        return like_param
-    assert optimizer == "sgd", optimizer
-    return 0
-
-
-def _groups(plan: ShardingPlan) -> Iterable[GroupPlan]:
-    return (group for unit in plan.units for group in unit.groups)
+def _parameters(plan: ShardingPlan) -> Iterable[tuple[UnitPlan, GroupPlan, ParamPlan]]:
+    return ((unit, group, param) for unit in plan.units for group in unit.groups for param in group.params)
 
 
 # --- What each unit needs for a while ---------------------------------------------------------------------------------
@@ -161,23 +157,24 @@ class UnitPeak:
 
 def unit_peaks(plan: ShardingPlan) -> tuple[UnitPeak, ...]:
     """One for each unit, in the plan's order."""
-    shard = plan.mesh_shape[-1]
     peaks = []
     for unit in plan.units:
+        shard = plan.shard_size(unit)
         gathered = sum(group.all_gather_bytes for group in unit.groups)
         reduced = sum(group.reduce_scatter_bytes for group in unit.groups)
         trained = [(group, param) for group in unit.groups for param in group.params if param.trainable]
         gradients = {True: 0, False: 0}
         for group, param in trained:
-            padded = math.ceil(param.shape[0] / shard) * math.prod(param.shape[1:])
-            gradients[param.island] += padded * _itemsize(group.storage)
+            gradients[param.island] += _padded_numel(plan, unit, param) * _itemsize(group.storage)
         peaks.append(
             UnitPeak(
                 unit=unit,
                 gathered=gathered,
                 all_gather=gathered if shard > 1 else 0,
                 last_all_gather=unit.groups[-1].all_gather_bytes if unit.groups and shard > 1 else 0,
-                unsharded_gradients=sum(math.prod(p.shape) * _itemsize(p.compute) for _, p in trained),
+                unsharded_gradients=sum(
+                    _held_rows(plan, unit, p) * math.prod(p.shape[1:]) * _itemsize(p.compute) for _, p in trained
+                ),
                 reduce_scatter_input=reduced,
                 reduce_scatter_output=reduced // shard,
                 sharded_gradients=gradients[False],
@@ -205,9 +202,8 @@ class Moment:
 def step_moments(
     plan: ShardingPlan, activations: Activations, state: StateBytes, settings: TrainingSettings
 ) -> tuple[Moment, ...]:
-    """The moments of one step with one micro-batch: each unit's forward, backward and reduction, then the optimizer."""
+    """The moments of a step's last micro-batch: each unit's forward, backward and reduction, then the optimizer."""
     on_device = 0 if settings.offload else 1
-    checkpointing = plan.activation_checkpointing
     stays = {
         "parameters": on_device * state.parameters,
         "fp32 islands": on_device * state.island_parameters,
@@ -217,12 +213,14 @@ def step_moments(
     peaks = unit_peaks(plan)
     *running, root = [p for p in peaks if p.unit.role != "island"]
     islands = sum(p.gathered for p in peaks if p.unit.role == "island")
+    stages = _stages(running, plan, islands)
     moments: list[Moment] = []
-    gradients = island_gradients = 0
+    accumulated = state.gradients + state.island_gradients if settings.micro_batches > 1 else 0
+    reduced = 0
 
     def note(label: str, **terms: int) -> None:
         everything = stays | {
-            "gradients": on_device * (gradients + island_gradients),
+            "gradients": on_device * (accumulated or reduced),
             **{name.replace("_", " "): size for name, size in terms.items()},
         }
         moments.append(Moment(label, {name: size for name, size in everything.items() if size}))
@@ -230,24 +228,18 @@ def step_moments(
     # Forward. The root is gathered first and stays; so does what is not resharded.
     kept_gathered = root.gathered
     kept = activations.prelude.saved_bytes
-    block_index = 0
-    for position, peak in enumerate(running):
-        following = running[position + 1].all_gather if position + 1 < len(running) else 0
-        is_block = peak.unit.role == "block"
-        part = _part_of(activations, peak.unit, block_index)
-        before = kept if peak.unit.role != "embedding" else 0
+    for stage, following in zip(stages, [*stages[1:], None], strict=True):
+        unit = stage.peak.unit
         note(
-            f"forward of {peak.unit.fqn}",
-            gathered_parameters=kept_gathered + peak.gathered + (islands if is_block else 0),
-            all_gather_buffers=peak.last_all_gather + following,
-            saved_activations=before,
-            working_memory=part.forward_peak_bytes,
+            f"forward of {unit.fqn}",
+            gathered_parameters=kept_gathered + stage.gathered,
+            all_gather_buffers=stage.last_all_gather + (following.peak.all_gather if following is not None else 0),
+            saved_activations=kept if unit.role != "embedding" else 0,
+            working_memory=stage.part(activations).forward_peak_bytes,
         )
-        if is_block:
-            kept += activations.kept_by_block(block_index, checkpointing=bool(checkpointing))
-            block_index += 1
-        kept_gathered += _stays_gathered(peak)
-    if not any(p.unit.role == "head" for p in running):
+        kept += stage.kept_bytes(activations)
+        kept_gathered += stage.stays_gathered
+    if stages[-1].peak.unit.role != "head":
         note(
             "forward of the head, in the root unit",
             gathered_parameters=kept_gathered,
@@ -258,38 +250,58 @@ def step_moments(
     # Backward, from the loss. The epilogue's saved tensors are freed with it.
     held_input = 0
     head = activations.epilogue
-    if running[-1].unit.role != "head":
+    if stages[-1].peak.unit.role != "head":
+        last = stages[-1].peak
         note(
             "backward of the head, in the root unit",
             gathered_parameters=kept_gathered,
-            all_gather_buffers=running[-1].all_gather if running[-1].unit.gathers_in_backward else 0,
+            all_gather_buffers=last.all_gather if last.unit.gathers_in_backward else 0,
             saved_activations=kept + head.saved_bytes,
             working_memory=head.backward_peak_bytes,
             unsharded_gradients=root.unsharded_gradients,
         )
     root_gradients = 0
-    for position in reversed(range(len(running))):
-        peak = running[position]
+    for stage, before in zip(reversed(stages), [*reversed(stages[:-1]), None], strict=True):
+        peak, experts = stage.peak, stage.experts
         unit = peak.unit
-        previous = running[position - 1] if position else None
-        prefetched = previous.all_gather if previous is not None and previous.unit.gathers_in_backward else 0
-        is_block = unit.role == "block"
-        if is_block:
-            block_index -= 1
-        part = _part_of(activations, unit, block_index)
-        kept_gathered -= _stays_gathered(peak)
+        prefetched = stage.prefetches(before)
+        part = stage.part(activations)
+        kept_gathered -= stage.stays_gathered
         saved = kept + (head.saved_bytes if unit.role == "head" else 0)
-        working = part.backward_peak_bytes
-        if is_block and checkpointing:
+        working, recomputed = part.backward_peak_bytes, 0
+        if stage.recomputed:
             # It is run again first: what it saves is then there during its backward.
-            working = max(part.forward_peak_bytes, part.saved_bytes + part.backward_peak_bytes)
-        gathered = peak.gathered if unit.role != "embedding" or _stays_gathered(peak) else 0
+            recomputed = part.saved_bytes
+            working = max(part.forward_peak_bytes, recomputed + part.backward_peak_bytes)
+        gathered = stage.gathered if unit.role != "embedding" or stage.stays_gathered else 0
         if unit.reached_in_backward:
             note(
                 f"backward of {unit.fqn}",
-                gathered_parameters=kept_gathered + gathered + (islands if is_block else 0),
+                gathered_parameters=kept_gathered + gathered,
                 all_gather_buffers=prefetched,
                 saved_activations=saved,
+                working_memory=working,
+                unsharded_gradients=stage.unsharded_gradients + root_gradients,
+                reduce_buffers=held_input,
+            )
+        if experts is not None and experts.reduce_scatter_input:
+            inside = {
+                "gathered_parameters": kept_gathered + gathered - experts.gathered,
+                "all_gather_buffers": prefetched,
+                "saved_activations": saved,
+            }
+            note(
+                f"gradient reduction of {experts.unit.fqn}",
+                **inside,
+                working_memory=recomputed,
+                unsharded_gradients=stage.unsharded_gradients + root_gradients,
+                reduce_buffers=experts.reduce_scatter_input + experts.reduce_scatter_output,
+            )
+            held_input = experts.reduce_scatter_input
+            reduced += experts.sharded_gradients + experts.island_gradients
+            note(
+                f"backward of {unit.fqn}, after its experts",
+                **inside,
                 working_memory=working,
                 unsharded_gradients=peak.unsharded_gradients + root_gradients,
                 reduce_buffers=held_input,
@@ -304,38 +316,91 @@ def step_moments(
                 reduce_buffers=peak.reduce_scatter_input + peak.reduce_scatter_output,
             )
             held_input = peak.reduce_scatter_input
-            gradients += peak.sharded_gradients
-            island_gradients += peak.island_gradients
+            reduced += peak.sharded_gradients + peak.island_gradients
         if unit.role == "head":
             root_gradients = root.unsharded_gradients  # the last norm's, until the root reduces at the very end
-        if is_block:
-            kept -= activations.kept_by_block(block_index, checkpointing=bool(checkpointing))
-    for peak in (p for p in peaks if p.unit.role == "island"):
-        gradients += peak.sharded_gradients
-        island_gradients += peak.island_gradients
+        kept -= stage.kept_bytes(activations)
+    reduced += sum(p.sharded_gradients + p.island_gradients for p in peaks if p.unit.role == "island")
     if root.reduce_scatter_input:
         note(
             "gradient reduction of the root",
             unsharded_gradients=root.unsharded_gradients,
             reduce_buffers=root.reduce_scatter_input + root.reduce_scatter_output + held_input,
         )
-    gradients += root.sharded_gradients
-    island_gradients += root.island_gradients
-    # AdamW(foreach) makes the square roots of all second moments at once: a list as large as the parameters.
-    temporaries = (gradients + island_gradients) if settings.optimizer == "adamw" else 0
+    reduced += root.sharded_gradients + root.island_gradients
+    shards = [(_padded_numel(plan, u, p), p.shape) for u, _, p in _parameters(plan) if p.trainable]
+    temporaries = optimizer_temporaries(settings.optimizer, gradients=reduced, shards=shards)
     note("optimizer step", working_memory=on_device * temporaries)
     return tuple(moments)
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """A unit as it runs, with the dispatched experts inside of it; ``islands``: of nested units, gathered with it."""
+
+    peak: UnitPeak
+    experts: UnitPeak | None
+    block: int | None
+    recomputed: bool
+    islands: int
+
+    @property
+    def gathered(self) -> int:
+        inside = self.experts.gathered if self.experts is not None else 0
+        return self.peak.gathered + inside + self.islands
+
+    @property
+    def last_all_gather(self) -> int:
+        """The flat output that is still held while it runs: its own, then its experts'."""
+        return max(self.peak.last_all_gather, self.experts.last_all_gather if self.experts is not None else 0)
+
+    @property
+    def stays_gathered(self) -> int:
+        """Bytes of its parameters that stay on the rank between its forward and its backward."""
+        return sum(_stays_gathered(peak) for peak in (self.peak, self.experts) if peak is not None)
+
+    @property
+    def unsharded_gradients(self) -> int:
+        return sum(peak.unsharded_gradients for peak in (self.peak, self.experts) if peak is not None)
+
+    def prefetches(self, before: _Stage | None) -> int:
+        """What is in flight during its backward of the unit that ran before it."""
+        if before is None or not before.peak.unit.gathers_in_backward:
+            return 0
+        # torch: a unit of one group, as experts are, asks for one group alone.
+        asks = self.experts if self.experts is not None else self.peak
+        return before.peak.last_all_gather if len(asks.unit.groups) == 1 else before.peak.all_gather
+
+    def part(self, activations: Activations) -> Part:
+        if self.block is not None:
+            return activations.of_block(self.block).part
+        return activations.prelude if self.peak.unit.role == "embedding" else activations.epilogue
+
+    def kept_bytes(self, activations: Activations) -> int:
+        """Bytes kept between its forward and its backward, if it is a block."""
+        return 0 if self.block is None else activations.kept_by_block(self.block, checkpointing=self.recomputed)
+
+
+def _stages(running: Iterable[UnitPeak], plan: ShardingPlan, islands: int) -> list[_Stage]:
+    stages: list[_Stage] = []
+    experts = None
+    num_blocks = 0
+    for peak in running:
+        if peak.unit.role == "experts":  # the plan has them before their block
+            experts = peak
+            continue
+        is_block = peak.unit.role == "block"
+        every = plan.activation_checkpointing
+        recomputed = is_block and bool(every) and num_blocks % every == 0
+        stages.append(_Stage(peak, experts, num_blocks if is_block else None, recomputed, islands if is_block else 0))
+        experts = None
+        num_blocks += is_block
+    return stages
 
 
 def peak_of(moments: Iterable[Moment]) -> Moment:
     """The moment with most in memory."""
     return max(moments, key=lambda moment: moment.total_bytes)
-
-
-def _part_of(activations: Activations, unit: UnitPlan, block_index: int) -> Part:
-    if unit.role == "block":
-        return activations.of_block(block_index).part
-    return activations.prelude if unit.role == "embedding" else activations.epilogue
 
 
 def _stays_gathered(peak: UnitPeak) -> int:
@@ -373,8 +438,7 @@ def host_memory(plan: ShardingPlan, state: StateBytes, cluster: Cluster, *, offl
     local_ranks = min(cluster.ranks, cluster.ranks_per_node)
     weights, _ = checkpoint_bytes(plan, optimizer="sgd", buffers=state.buffers)
     largest = max(
-        (math.prod(param.shape) * _itemsize(group.storage) for group in _groups(plan) for param in group.params),
-        default=0,
+        (math.prod(param.shape) * _itemsize(group.storage) for _, group, param in _parameters(plan)), default=0
     )
     parameters = state.parameters + state.island_parameters
     optimizer = state.optimizer + state.island_optimizer
@@ -388,16 +452,18 @@ def host_memory(plan: ShardingPlan, state: StateBytes, cluster: Cluster, *, offl
     )
 
 
-def checkpoint_bytes(plan: ShardingPlan, *, optimizer: str, buffers: int) -> tuple[int, int]:
+def checkpoint_bytes(
+    plan: ShardingPlan, *, optimizer: str, buffers: int, roles: Roles | None = None
+) -> tuple[int, int]:
     """Bytes on disk: of the weights alone (an export), and with the optimizer's state (to resume)."""
     weights = states = 0
-    for group in _groups(plan):
+    for _, group, param in _parameters(plan):
         itemsize = _itemsize(group.storage)
-        for param in group.params:
-            numel = math.prod(param.shape)
-            weights += numel * itemsize
-            if param.trainable:
-                states += optimizer_state_bytes(optimizer, local_numel=numel, itemsize=itemsize)
+        numel = math.prod(param.shape)
+        weights += numel * itemsize
+        if param.trainable:
+            algorithm = algorithm_of(optimizer, param, roles, num_shards=plan.mesh_shape[-1])
+            states += optimizer_state_bytes(algorithm, local_numel=numel, itemsize=itemsize)
     return weights + buffers, weights + buffers + states
 
 

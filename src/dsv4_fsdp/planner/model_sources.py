@@ -25,7 +25,10 @@ from .settings import SettingsError
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["PRESETS", "build_on_meta", "load_config"]
+__all__ = ["PRESETS", "TINY", "build_on_meta", "has_windowed_attention", "load_config", "more_islands"]
+
+TINY = "tiny"
+"""The trainer's built-in model."""
 
 PRESETS: dict[str, dict[str, Any]] = {
     "deepseek-v4-flash": {},
@@ -51,6 +54,10 @@ def load_config(source: str | Path) -> Any:
     from transformers import AutoConfig, DeepseekV4Config
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+    if source == TINY:
+        from dsv4_fsdp.train.tiny_model import tiny_model_config
+
+        return tiny_model_config()
     if isinstance(source, str):
         return DeepseekV4Config(**PRESETS[source])
     try:
@@ -70,16 +77,41 @@ def load_config(source: str | Path) -> Any:
     return config
 
 
-def build_on_meta(config: Any, *, storage: str) -> nn.Module:
-    """The real model, stored in ``"bf16"`` or ``"fp32"`` with fp32 islands, on the meta device: no weight exists.
+def build_on_meta(config: Any, *, attention: str = "eager") -> nn.Module:
+    """The real model in bf16 with fp32 islands, in training mode, on the meta device: no weight exists.
 
     A checkpoint's quantisation is left out, since training needs the dequantised weights.
+
+    Args:
+        attention: ``"eager"`` or ``"windowed"``, of DeepSeek-V4. Other models have what Transformers gives them.
     """
     import torch
     from transformers import AutoModelForCausalLM
 
-    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[storage]
+    chosen: dict[str, Any] = {}
+    if has_windowed_attention(config):
+        chosen["attn_implementation"] = "eager"
+        if attention == "windowed":
+            from dsv4_fsdp.attention import IMPLEMENTATION
+
+            chosen["attn_implementation"] = IMPLEMENTATION
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, **chosen)
     assert isinstance(model, torch.nn.Module)
     return model.train()
+
+
+def has_windowed_attention(config: Any) -> bool:
+    """Whether :mod:`dsv4_fsdp.attention` is made for this model."""
+    return bool(config.model_type == "deepseek_v4")
+
+
+def more_islands(folder: Path) -> list[str]:
+    """Islands beyond the class's lists in a run that starts from this checkpoint: what it stores in fp32. By its
+    headers; empty if the folder holds no weights."""
+    if not any(folder.glob("*.safetensors")):
+        return []
+    from dsv4_fsdp.checkpoint_loading import CheckpointReader, fp32_islands
+
+    with CheckpointReader(folder) as reader:
+        return fp32_islands(reader)

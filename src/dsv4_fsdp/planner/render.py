@@ -48,12 +48,15 @@ def sends(estimate: Estimate) -> str:
     return text if not estimate.host_copy_bytes else f"{text}; {gib(estimate.host_copy_bytes)} host copies"
 
 
-def estimate_text(estimate: Estimate, hint: str | None = None, *, checked: bool = False) -> RenderableType:
+def estimate_text(
+    estimate: Estimate, hint: str | None = None, *, checked: bool = False, sources: Sequence[str] = ()
+) -> RenderableType:
     """Everything, top down: answer, memory, units, activations, traffic, host memory and files.
 
     Args:
         hint: the third line, in place of what a step sends.
         checked: whether the plan was compared with the real ``fully_shard``.
+        sources: where the settings are from, a line each.
     """
     spare = estimate.spare_bytes
     style = "bold" if spare is None else "bold green" if spare >= 0 else "bold red"
@@ -65,13 +68,18 @@ def estimate_text(estimate: Estimate, hint: str | None = None, *, checked: bool 
             f"{estimate.model}, {estimate.num_parameters / 1e9:,.2f} B parameters; {cluster.ranks} ranks, "
             f"{cluster.ranks_per_node} per node; {settings.batch} x {settings.sequence:,} tokens per rank"
         ),
-        Text(f"{settings.describe(cluster)}; {settings.optimizer}"),
+        Text(f"{settings.describe(cluster)}; {settings.optimizer}{_micro_batches(settings.micro_batches)}"),
+        *(Text(line, style="dim") for line in sources),
     ]
     for title, table in _sections(estimate):
         parts += [Text(""), Text(title, style="bold"), table]
     parts.append(Text(""))
     parts += [Text(line) for line in _notes(estimate, checked)]
     return Group(*parts)
+
+
+def _micro_batches(count: int) -> str:
+    return f"; {count} micro-batches per step" if count > 1 else ""
 
 
 def section(columns: Sequence[str]) -> Table:
@@ -86,8 +94,9 @@ def section(columns: Sequence[str]) -> Table:
 def _sections(estimate: Estimate) -> Iterator[tuple[str, Table]]:
     yield f"Device memory per rank (peak: {estimate.peak.label})", _memory_table(estimate)
     yield "Units, one at a time", _unit_table(estimate)
-    what = "recomputed in backward" if estimate.settings.activation_checkpointing else "all kept"
-    yield f"Activations, {what} (eager attention, grouped experts)", _activation_table(estimate)
+    every = estimate.settings.activation_checkpointing
+    what = "all kept" if not every else "recomputed in backward" if every == 1 else f"1 block in {every} recomputed"
+    yield f"Activations, {what} ({estimate.settings.attention} attention, grouped experts)", _activation_table(estimate)
     yield "Collectives of one step, bytes per rank", _traffic_table(estimate)
     yield "Host memory per node, and files", _host_table(estimate)
 
@@ -125,10 +134,18 @@ def _activation_table(estimate: Estimate) -> Table:
     before, after = activations.prelude, activations.epilogue
     add("before the blocks", 1, before.saved_bytes, before.forward_peak_bytes, before.backward_peak_bytes)
     for block in activations.blocks:
-        kept = block.input_bytes if checkpointing else block.part.saved_bytes
-        add(block.kind, len(block.indices), kept, block.part.forward_peak_bytes, block.part.backward_peak_bytes)
+        peaks = block.part.forward_peak_bytes, block.part.backward_peak_bytes
+        recomputed = [i for i in block.indices if checkpointing and i % checkpointing == 0]
+        if recomputed:
+            add(block.kind, len(recomputed), block.input_bytes, *peaks)
+        if len(recomputed) < len(block.indices):
+            label = f"{block.kind}, kept" if checkpointing else block.kind
+            add(label, len(block.indices) - len(recomputed), block.part.saved_bytes, *peaks)
     add("head and loss", 1, after.saved_bytes, after.forward_peak_bytes, after.backward_peak_bytes)
     table.add_row("total", "", "", gib(activations.saved_bytes(checkpointing=checkpointing)), "", "", style="bold")
+    for name, size in estimate.attention_bytes.items():
+        if name != estimate.settings.attention:
+            table.add_row(f"with {name} attention", "", "", gib(size), "", "", style="dim")
     return table
 
 
@@ -137,7 +154,7 @@ def _traffic_table(estimate: Estimate) -> Table:
     for row in estimate.traffic:
         table.add_row(
             row.kind.replace("_", "-"),
-            row.axis,
+            row.axis.replace("_", " "),
             row.dtype.replace("bfloat", "bf").replace("float", "fp"),
             str(row.count),
             *map(gib, (row.payload_bytes, row.intra_node_bytes, row.inter_node_bytes)),
@@ -166,6 +183,8 @@ def _host_table(estimate: Estimate) -> Table:
 def _notes(estimate: Estimate, checked: bool) -> list[str]:
     plan = estimate.plan
     notes = [f"Plan {plan.hash[:16]}: {len(plan.units)} units, {len(plan.frozen_fqns)} indexer parameters frozen."]
+    if plan.expert_parallel > 1:
+        notes.append("All-to-alls are an estimate: as many tokens to each expert. Real ones depend on the routers.")
     if estimate.padding_fraction > 0.05:
         notes.append(
             f"Padding is {estimate.padding_fraction:.0%} of what is gathered: dim 0 of the weights does not fill "

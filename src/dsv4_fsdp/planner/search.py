@@ -1,8 +1,8 @@
 """Try the configurations that were not ruled out, and rank those that fit by what they send.
 
-What varies: replicas (FSDP over all ranks; HSDP within a node, and within 2, 4, ... nodes), storage dtype, resharding,
-CPU offload and activation checkpointing. What the command line said is left alone, and so are batch, sequence and
-optimizer. Expert parallelism is not among them: ``parallelize`` cannot shard it yet, and the result says so.
+What varies: replicas (FSDP over all ranks; HSDP within a node, and within 2, 4, ... nodes), expert parallelism (within
+a node, as wide as possible, none), storage dtype, resharding, CPU offload and activation checkpointing (every block or
+none). What the command line said is left alone, and so are batch, sequence, optimizer and attention.
 
 Fitting ones are ordered by the bytes on slow ways (between nodes, and with offload between host and device), then by
 bytes in all, then by recomputing, which costs time that bytes do not show; fp32 masters come before bf16 storage where
@@ -64,38 +64,48 @@ class Found:
             "cluster": asdict(self.cluster),
             "fitting": [candidate.as_dict() for candidate in self.fitting],
             "rejected": [candidate.as_dict() for candidate in self.rejected],
-            "not_tried": {"expert parallelism": "parallelize cannot shard it yet"},
         }
 
 
-def candidate_settings(request: Request) -> Iterator[TrainingSettings]:
-    """Every combination of what ``request`` left open."""
-    settings, given = request.settings, request.given
+def candidate_settings(
+    request: Request, *, num_experts: int = 0, storages: Iterable[str] = STORAGES
+) -> Iterator[TrainingSettings]:
+    """Every combination of what ``request`` left open.
+
+    Args:
+        num_experts: routed experts of a layer that can be dealt to ranks.
+        storages: the storage dtypes that the model can be trained in.
+    """
+    settings, given, cluster = request.settings, request.given, request.cluster
 
     def values(name: str, options: Iterable[Any]) -> list[Any]:
         return [getattr(settings, name)] if name in given else list(options)
 
     for replicate, storage, reshard, offload, checkpointing in itertools.product(
-        values("replicate", request.cluster.replica_counts),
-        values("storage", STORAGES),
+        values("replicate", cluster.replica_counts),
+        values("storage", storages),
         values("reshard_after_forward", (True, False)),
         values("offload", (False, True)),
-        values("activation_checkpointing", (False, True)),
+        values("activation_checkpointing", (0, 1)),
     ):
-        yield replace(
-            settings,
-            replicate=replicate,
-            storage=storage,
-            reshard_after_forward=reshard,
-            offload=offload,
-            activation_checkpointing=checkpointing,
-        )
+        shard = cluster.ranks // replicate
+        for experts in values("expert_parallel", cluster.expert_parallel_sizes(replicate, num_experts)):
+            if shard % experts == 0:
+                yield replace(
+                    settings,
+                    replicate=replicate,
+                    expert_parallel=experts,
+                    storage=storage,
+                    reshard_after_forward=reshard if isinstance(reshard, bool) or shard % reshard == 0 else True,
+                    offload=offload,
+                    activation_checkpointing=checkpointing,
+                )
 
 
 def search_configurations(estimator: Estimator, request: Request) -> Found:
     """Estimate every candidate. ``request`` must name the device memory."""
     candidates = []
-    for settings in candidate_settings(request):
+    for settings in candidate_settings(request, num_experts=estimator.num_experts, storages=estimator.storages):
         estimate = estimator.estimate(request.cluster, settings)
         candidates.append(Candidate(estimate, _reason(estimate)))
     return Found(
@@ -148,7 +158,9 @@ def search_text(found: Found, *, limit: int = 12) -> RenderableType:
             Text(f"Nearest: {nearest.estimate.settings.describe(found.cluster)}: {nearest.reason}"),
             Text("In the way: " + ", ".join(f"{name} ({count} times)" for name, count in reasons.most_common(3))),
         ]
-    fits = section(["configuration", "needs", "moved", "inter-node", "host copies", "host"])
+    fits = section(["configuration", "needs", "moved", "between", "copies", "host"])
+    for column in fits.columns[1:]:
+        column.min_width = len("1,000.0")  # a long configuration is cut, not a number
     for candidate in found.fitting[:limit]:
         estimate = candidate.estimate
         offload = (estimate.host_copy_bytes, estimate.host.offload) if estimate.settings.offload else ()
@@ -158,6 +170,7 @@ def search_text(found: Found, *, limit: int = 12) -> RenderableType:
         fits.add_row(f"... and {len(found.fitting) - limit} more (--json has all)")
     rejected = section(["configuration", "why"])
     rejected.columns[1].justify = "left"
+    rejected.columns[1].min_width = 40
     for candidate in found.rejected[:limit]:
         rejected.add_row(candidate.estimate.settings.describe(found.cluster), candidate.reason)
     if len(found.rejected) > limit:
@@ -165,7 +178,8 @@ def search_text(found: Found, *, limit: int = 12) -> RenderableType:
     parts: list[RenderableType] = [*lines, Text("")]
     parts += (
         [
-            Text("Fitting, least moved first (GiB per rank and step; host memory in GiB per node)", style="bold"),
+            Text("Fitting, least moved first (GiB per device, moved per step and between nodes of it;", style="bold"),
+            Text("copies to and from the host per step; offloaded to the host per node)", style="bold"),
             fits,
             Text(""),
         ]
@@ -173,4 +187,4 @@ def search_text(found: Found, *, limit: int = 12) -> RenderableType:
         else []
     )
     parts += [Text("Not fitting, nearest first", style="bold"), rejected, Text("")] if found.rejected else []
-    return Group(*parts, Text("Not tried: expert parallelism (parallelize cannot shard it yet)", style="dim"))
+    return Group(*parts)

@@ -14,10 +14,22 @@ from typing import Any
 
 from dsv4_fsdp.errors import Dsv4FsdpError
 
-__all__ = ["OPTIMIZERS", "STORAGES", "Cluster", "Request", "SettingsError", "TrainingSettings", "resolve"]
+__all__ = [
+    "ATTENTIONS",
+    "OPTIMIZERS",
+    "STORAGES",
+    "Cluster",
+    "Request",
+    "SettingsError",
+    "TrainingSettings",
+    "find_model",
+    "resolve",
+]
 
 STORAGES = ("bf16", "fp32")
-OPTIMIZERS = ("adamw", "adamw-8bit", "sgd", "sgd-momentum")
+ATTENTIONS = ("windowed", "eager")
+OPTIMIZERS = ("adamw", "adamw_8bit", "adamw_bf16_sr", "muon", "sgd", "sgd-momentum")
+"""The trainer's (:mod:`dsv4_fsdp.train.optimizers`), and torch's SGD without and with momentum."""
 
 
 class SettingsError(Dsv4FsdpError, ValueError):
@@ -51,6 +63,16 @@ class Cluster:
             size *= 2
         return found
 
+    def expert_parallel_sizes(self, replicate: int, num_experts: int) -> list[int]:
+        """Numbers of ranks worth dealing experts to, out of those that divide a replica's ranks and the experts.
+
+        The largest within a node, where tokens travel fast; the largest of all; and 1, no expert parallelism.
+        """
+        common = math.gcd(self.ranks // replicate, num_experts) if num_experts else 1
+        possible = [size for size in range(1, common + 1) if common % size == 0]
+        in_a_node = max(size for size in possible if self.ranks_per_node % size == 0)
+        return list(dict.fromkeys((in_a_node, common, 1)))
+
     @property
     def device_memory_bytes(self) -> int | None:
         return None if self.device_memory_gib is None else int(self.device_memory_gib * 2**30)
@@ -62,22 +84,28 @@ class TrainingSettings:
 
     Attributes:
         replicate: replicas of the sharded model (HSDP); 1 is plain FSDP.
+        expert_parallel: ranks that the experts of a layer are dealt to; 1 means that each rank computes all of them.
         storage: dtype of what is no fp32 island: ``"bf16"``, or ``"fp32"`` for master weights.
         reshard_after_forward: as in ``fully_shard``, for embedding and blocks.
         offload: FSDP2's ``CPUOffloadPolicy``: shards, gradients and optimizer state in host memory.
-        activation_checkpointing: recompute each block in backward.
+        activation_checkpointing: 0 nothing, 1 every block, n every n-th block is recomputed in backward.
         batch, sequence: sequences per rank and micro-batch, and tokens of each.
-        optimizer: ``"adamw"`` (torch, foreach), ``"adamw-8bit"`` (torchao), ``"sgd"``, ``"sgd-momentum"``.
+        micro_batches: forwards and backwards per optimizer step.
+        optimizer: one of :data:`OPTIMIZERS`.
+        attention: ``"windowed"`` (:mod:`dsv4_fsdp.attention`), or ``"eager"`` (Transformers').
     """
 
     replicate: int = 1
+    expert_parallel: int = 1
     storage: str = "bf16"
     reshard_after_forward: bool | int = True
     offload: bool = False
-    activation_checkpointing: bool = False
+    activation_checkpointing: int = 0
     batch: int = 1
     sequence: int = 4096
+    micro_batches: int = 1
     optimizer: str = "adamw"
+    attention: str = "windowed"
 
     def mesh_shape(self, cluster: Cluster) -> tuple[int, ...]:
         """``(shard,)``, or ``(replicate, shard)`` with more than one replica."""
@@ -85,15 +113,19 @@ class TrainingSettings:
         return (shard,) if self.replicate == 1 else (self.replicate, shard)
 
     def describe(self, cluster: Cluster) -> str:
-        """One line, such as ``HSDP 16x8, bf16, reshard, checkpointing``."""
+        """One line, such as ``HSDP 16x8, EP 8, bf16, reshard, recompute``."""
         shape = self.mesh_shape(cluster)
         reshard = self.reshard_after_forward
         parts = [
             f"{'HSDP' if len(shape) == 2 else 'FSDP'} {'x'.join(map(str, shape))}",
+            *([f"EP {self.expert_parallel}"] if self.expert_parallel > 1 else []),
             self.storage,
             "reshard" if reshard is True else "no reshard" if reshard is False else f"reshard to {reshard}",
         ]
-        parts += ["checkpointing"] * self.activation_checkpointing + ["offload"] * self.offload
+        if self.activation_checkpointing:
+            every = self.activation_checkpointing
+            parts.append("recompute" if every == 1 else f"recompute 1 in {every}")
+        parts += ["offload"] * self.offload
         return ", ".join(parts)
 
 
@@ -106,24 +138,28 @@ class Request:
     given: frozenset[str] = field(default_factory=frozenset)
 
 
-def resolve(texts: Mapping[str, Any], *, problems: list[str] | None = None) -> Request:
+def resolve(
+    texts: Mapping[str, Any], *, configured: Mapping[str, Any] | None = None, problems: list[str] | None = None
+) -> Request:
     """Check ``texts`` (setting -> text, bool, or ``None`` where nothing was said).
 
     Args:
+        configured: what a configuration file says; ``texts`` win over it.
         problems: what was found wrong before, to be reported together with what is found here.
 
     Raises:
         SettingsError: with every mistake, each in the words of the command line.
     """
     found = list(problems or [])
-    said = {name: value for name, value in texts.items() if value is not None}
+    given = {name for name, value in texts.items() if value is not None}
+    said = {**(configured or {}), **{name: texts[name] for name in given}}
 
     def number(name: str, *, default: int, at_least: int = 1) -> int:
         if name not in said:
             return default
         try:
             value = int(said[name])
-        except ValueError:
+        except (TypeError, ValueError):
             value = at_least - 1
         if value < at_least:
             found.append(f"{_flag(name)}: expected a whole number of {at_least} or more, got {said[name]!r}")
@@ -143,11 +179,15 @@ def resolve(texts: Mapping[str, Any], *, problems: list[str] | None = None) -> R
     ranks = number("ranks", default=0)
     ranks_per_node = number("ranks_per_node", default=min(8, ranks) or 1)
     replicate = number("replicate", default=1)
+    expert_parallel = number("expert_parallel", default=1)
+    checkpointing = number("activation_checkpointing", default=0, at_least=0)
+    micro_batches = number("micro_batches", default=1)
     batch = number("batch", default=TrainingSettings.batch)
     # One token has no next token to predict.
     sequence = number("sequence", default=TrainingSettings.sequence, at_least=2)
     storage = choice("storage", STORAGES)
     optimizer = choice("optimizer", OPTIMIZERS)
+    attention = choice("attention", ATTENTIONS)
     memory_gib = _memory(said.get("device_memory_gib"), found)
     reshard = _reshard(said.get("reshard_after_forward"), found)
     if ranks:
@@ -158,22 +198,30 @@ def resolve(texts: Mapping[str, Any], *, problems: list[str] | None = None) -> R
                 f"--reshard-after-forward: expected true, false or a divisor of the {ranks // replicate} ranks of a "
                 f"replica, got {reshard}"
             )
+        elif (ranks // replicate) % expert_parallel:
+            found.append(
+                f"--expert-parallel: expected a divisor of the {ranks // replicate} ranks of a replica, got "
+                f"{expert_parallel}"
+            )
         if ranks > ranks_per_node and ranks % ranks_per_node:
             found.append(f"--ranks-per-node: {ranks} ranks do not fill nodes of {ranks_per_node}")
     if found:
         raise SettingsError(found)
     settings = TrainingSettings(
         replicate=replicate,
+        expert_parallel=expert_parallel,
         storage=storage,
         reshard_after_forward=reshard,
         offload=bool(said.get("offload", False)),
-        activation_checkpointing=bool(said.get("activation_checkpointing", False)),
+        activation_checkpointing=checkpointing,
         batch=batch,
         sequence=sequence,
+        micro_batches=micro_batches,
         optimizer=optimizer,
+        attention=attention,
     )
     names = {each.name for each in fields(TrainingSettings)}
-    return Request(Cluster(ranks, ranks_per_node, memory_gib), settings, frozenset(names & said.keys()))
+    return Request(Cluster(ranks, ranks_per_node, memory_gib), settings, frozenset(names & given))
 
 
 def find_model(model: str, *, problems: list[str], presets: tuple[str, ...]) -> str | Path | None:

@@ -17,13 +17,14 @@ from statistics import fmean
 
 from .run_data import RunData
 
-__all__ = ["Chart", "Line", "charts_of", "number", "png", "svg"]
+__all__ = ["Chart", "Frame", "Line", "charts_of", "number", "png", "points_of", "svg", "svg_around"]
 
 _MAX_POINTS = 300
 _DOTS_UP_TO = 40
 _LOG_FROM = 30.0
 # The picture in its own units; a page shows it 300 to 560 pixels wide, so 13 is a readable font.
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 420, 210, 48, 12, 10, 26
+_STEP_TIME = {"data_s", "compute_s", "reduce_s", "optimizer_s", "checkpoint_s"}  # see the module breakdown
 _PNG_COLOURS = ("#0072B2", "#D55E00")
 
 
@@ -99,6 +100,7 @@ def charts_of(runs: Sequence[RunData], labels: Sequence[str]) -> tuple[Chart, ..
 
     charts = [
         chart("loss", "Loss", "nats per token, mean over all ranks"),
+        chart("eval_loss", "Evaluation loss", "nats per token of the evaluation's data"),
         chart(
             "grad_norm",
             "Gradient norm",
@@ -109,6 +111,9 @@ def charts_of(runs: Sequence[RunData], labels: Sequence[str]) -> tuple[Chart, ..
         chart("lr", "Learning rate", "of the step", from_zero=True),
         chart("tokens_per_s", "Tokens per second", "predicted tokens of all ranks", from_zero=True),
         chart("memory_bytes", "Memory", f"{memory_name}, peak so far on rank 0", scale=memory_unit, from_zero=True),
+        chart(
+            "expert_load", "Expert load", "busiest expert's tokens over the mean, worst router", reference=(1.0, "even")
+        ),
         chart("skipped_steps", "Skipped steps", "so far; the gradient was not finite", from_zero=True, stepped=True),
         chart(
             "ranks_without_window",
@@ -118,7 +123,7 @@ def charts_of(runs: Sequence[RunData], labels: Sequence[str]) -> tuple[Chart, ..
             stepped=True,
         ),
     ]
-    known = {c.key for c in charts} | {"tokens", "elapsed_s"}
+    known = {c.key for c in charts} | {"tokens", "elapsed_s"} | _STEP_TIME
     others = dict.fromkeys(key for run in runs for key in run.columns if key not in known)
     charts += [chart(key, key, "as recorded") for key in others]
     return tuple(c for c in charts if c.lines)
@@ -136,7 +141,13 @@ def number(value: float) -> str:
 
 def svg(chart: Chart) -> str:
     """The chart as an SVG element. Classes: ``a``/``b`` (runs), ``axis``, ``grid``, ``range``, ``ref``, ``lost``."""
-    frame = _Frame(chart)
+    frame = Frame(chart)
+    inside = [part for line in chart.lines for part in _svg_line(chart, line, "ab"[line.place], frame)]
+    return svg_around(chart, frame, inside)
+
+
+def svg_around(chart: Chart, frame: Frame, inside: Sequence[str]) -> str:
+    """Title and axes of ``chart`` as an SVG element around what is drawn."""
     parts = [f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(chart.title)}">']
     for value in frame.y_ticks:
         y = frame.y(value)
@@ -153,9 +164,7 @@ def svg(chart: Chart) -> str:
         parts.append(
             f'<text class="axis" x="{_WIDTH - _RIGHT}" y="{y - 5:.1f}" text-anchor="end">{escape(name)}</text>'
         )
-    for line in chart.lines:
-        parts += _svg_line(chart, line, "ab"[line.place], frame)
-    return "\n".join([*parts, "</svg>"])
+    return "\n".join([*parts, *inside, "</svg>"])
 
 
 def png(chart: Chart) -> bytes:
@@ -166,7 +175,7 @@ def png(chart: Chart) -> bytes:
     axes = figure.subplots()
     for line in chart.lines:
         colour = _PNG_COLOURS[line.place]
-        points = _points(line)
+        points = points_of(line)
         steps = [p.step for p in points]
         style = "steps-mid" if chart.stepped and len(points) == len(line.steps) else "default"
         marker = "o" if len(line.steps) <= _DOTS_UP_TO else ""
@@ -179,7 +188,7 @@ def png(chart: Chart) -> bytes:
         for point in points:
             if point.num_lost:
                 axes.axvline(point.step, color="#CC0000", linewidth=1, alpha=0.6)
-    frame = _Frame(chart)
+    frame = Frame(chart)
     if chart.is_log:
         axes.set_yscale("log")
     else:
@@ -211,7 +220,7 @@ class _Point:
     num_lost: int
 
 
-def _points(line: Line) -> list[_Point]:
+def points_of(line: Line) -> list[_Point]:
     size = math.ceil(len(line.steps) / _MAX_POINTS)
     points = []
     for start in range(0, len(line.steps), size):
@@ -226,7 +235,7 @@ def _points(line: Line) -> list[_Point]:
     return points
 
 
-class _Frame:
+class Frame:
     """The axes of a chart: their range, ticks, and where a value lies in the SVG."""
 
     def __init__(self, chart: Chart) -> None:
@@ -269,8 +278,8 @@ class _Frame:
         return _HEIGHT - _BOTTOM - (value - low) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
 
 
-def _svg_line(chart: Chart, line: Line, colour: str, frame: _Frame) -> list[str]:
-    points = _points(line)
+def _svg_line(chart: Chart, line: Line, colour: str, frame: Frame) -> list[str]:
+    points = points_of(line)
     parts = []
     is_thinned = len(points) < len(line.steps)
     if is_thinned:

@@ -13,6 +13,7 @@ from html import escape
 from dsv4_fsdp import __version__
 from dsv4_fsdp.planner.communication import collectives
 
+from .breakdown import Breakdown, breakdown_svg, breakdowns_of
 from .charts import Chart, charts_of, number, svg
 from .run_data import PrecisionRow, RunData, planned_dtypes
 from .verdict import verdict
@@ -21,7 +22,7 @@ __all__ = ["labels_of", "page"]
 
 _STYLE = """
 :root{color-scheme:light dark;--bg:#f5f6f8;--card:#fff;--ink:#15191f;--dim:#566070;--edge:#dde1e7;--a:#0072b2;
---b:#c65500;--good:#087443;--warn:#8f5a00;--bad:#b3261e}
+--b:#c65500;--s0:#e69f00;--s1:#0072b2;--s2:#cc79a7;--s3:#009e73;--s4:#999;--good:#087443;--warn:#8f5a00;--bad:#b3261e}
 @media (prefers-color-scheme:dark){:root{--bg:#0e1116;--card:#171b22;--ink:#e8ebf0;--dim:#9ba5b4;--edge:#2b323c;
 --a:#56b4e9;--b:#f0a030;--good:#4cc38a;--warn:#e8b13a;--bad:#ff8177}}
 *{box-sizing:border-box}
@@ -45,6 +46,12 @@ p{margin:6px 0}
 .chart .last{font-size:14px}
 .key{display:inline-block;width:11px;height:11px;border-radius:3px;background:var(--a);margin-right:6px}
 .key.b{background:var(--b)}
+.s0{fill:var(--s0)}.key.s0{background:var(--s0)}
+.s1{fill:var(--s1)}.key.s1{background:var(--s1)}
+.s2{fill:var(--s2)}.key.s2{background:var(--s2)}
+.s3{fill:var(--s3)}.key.s3{background:var(--s3)}
+.s4{fill:var(--s4)}.key.s4{background:var(--s4)}
+.part{display:inline-block;margin-right:12px;white-space:nowrap}
 svg{display:block;width:100%;height:auto;margin-top:6px}
 .axis{font-size:13px;fill:var(--dim)}
 .grid{stroke:var(--edge);stroke-width:1}
@@ -80,7 +87,7 @@ table.rows td[data-l]::before{content:attr(data-l) " ";color:var(--dim)}
 _SOUGHT = {
     "evaluation": ("eval", "valid"),
     "expert load": ("expert",),
-    "step-time breakdown": ("time", "_ms"),
+    "step-time breakdown": ("compute_s", "time", "_ms"),
 }
 
 
@@ -95,10 +102,12 @@ def page(runs: Sequence[RunData]) -> str:
     """The page of one run or of two to compare."""
     labels = labels_of(runs)
     charts = charts_of(runs, labels)
+    cards = [_chart(chart, len(runs)) for chart in charts]
+    cards += [_breakdown(breakdown, len(runs)) for breakdown in breakdowns_of(runs, labels)]
     title = escape(" and ".join(labels))
     sections = [
         _answers(runs, labels),
-        _section("Training", f'<div class="two">{"".join(_chart(chart, len(runs)) for chart in charts)}</div>'),
+        _section("Training", f'<div class="two">{"".join(cards)}</div>'),
         _section("Precision", _precision(runs, labels)),
         _section("Plan against reality", _each(runs, labels, _plan)),
     ]
@@ -177,6 +186,21 @@ def _chart(chart: Chart, num_runs: int) -> str:
     return (
         f'<div class="card chart"><h3>{escape(chart.title)}</h3><p class="dim">{escape(note)}</p>'
         f"{''.join(lines)}{picture}</div>\n"
+    )
+
+
+def _breakdown(breakdown: Breakdown, num_runs: int) -> str:
+    key = f"{_key(breakdown.place)}{escape(breakdown.label)}: " if num_runs > 1 else ""
+    shares = " ".join(
+        f'<span class="part"><span class="key s{index}"></span>{escape(name)} <b>{share:.0%}</b></span>'
+        for index, (name, share) in enumerate(breakdown.shares)
+    )
+    mean = breakdown.total_s / len(breakdown.steps)
+    chart = breakdown.chart
+    picture = "" if chart.is_zero else breakdown_svg(breakdown)
+    return (
+        f'<div class="card chart"><h3>{escape(chart.title)}</h3><p class="dim">{escape(chart.note)}</p>'
+        f'<p class="last">{key}mean <b>{number(mean)} s</b></p><p class="last">{shares}</p>{picture}</div>\n'
     )
 
 
@@ -278,6 +302,8 @@ def _plan(run: RunData) -> str:
         total = sums.setdefault((collective.kind, collective.dtype), [0, 0])
         total[0] += 1
         total[1] += collective.payload_bytes
+    if tokens := plan.collectives_per_step().get("all_to_all"):
+        rows.append(("all_to_all, a step", f"{tokens}, as large as the routers say", "not recorded", False))
     rows += [
         (f"{kind}, {dtype}, a step", f"{count}, in all {_size(size)}", "not recorded", False)
         for (kind, dtype), (count, size) in sums.items()
@@ -324,7 +350,7 @@ def _audits(run: RunData) -> str:
 
 def _configuration(runs: Sequence[RunData], labels: Sequence[str]) -> str:
     if all(run.config is None for run in runs):
-        return '<div class="card"><p>No config.json.</p></div>'
+        return '<div class="card"><p>No config.yaml.</p></div>'
     settings = dict.fromkeys(key for run in runs for key in run.config or {})
     lines, num_different = [], 0
     for key in settings:
@@ -341,7 +367,7 @@ def _configuration(runs: Sequence[RunData], labels: Sequence[str]) -> str:
         text = (
             f"<p>{num_different} of the {len(settings)} settings differ.</p>" if num_different else "<p>All equal.</p>"
         )
-        text = f"<p>{escape(missing[0])} has no config.json.</p>" if missing else text
+        text = f"<p>{escape(missing[0])} has no config.yaml.</p>" if missing else text
     return (
         f'<div class="card">{text}<table><thead><tr><th>setting</th>{head}</tr></thead>'
         f"<tbody>{''.join(lines)}</tbody></table></div>"
@@ -369,7 +395,7 @@ def _left_out(runs: Sequence[RunData], labels: Sequence[str]) -> str:
         files = [
             name
             for name, value in (
-                ("config.json", run.config),
+                ("config.yaml", run.config),
                 ("precision.txt", run.precision),
                 ("plan.json", run.plan if run.plan_problem is None else ""),
                 ("export/", run.export_bytes),

@@ -1,6 +1,6 @@
 """A run folder, read and checked: everything that the report shows, as frozen values.
 
-``metrics.jsonl`` must be there and whole. The other files of a run (``config.json``, ``precision.txt``, ``plan.txt``,
+``metrics.jsonl`` must be there and whole. The other files of a run (``config.yaml``, ``precision.txt``, ``plan.txt``,
 ``plan.json``, ``export/``, ``audit*.json``) may be missing, a run that died early has not written them; but a file that
 is there and cannot be read is an error, not a gap. Nothing here writes.
 """
@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
+
+import yaml
 
 from dsv4_fsdp.errors import Dsv4FsdpError
 from dsv4_fsdp.plan import GroupPlan, ParamPlan, ShardingPlan, UnitPlan
@@ -33,9 +35,19 @@ _NUMBERS = frozenset(
         "skipped_steps",
         "elapsed_s",
         "memory_bytes",
+        "data_s",
+        "compute_s",
+        "reduce_s",
+        "optimizer_s",
+        "checkpoint_s",
+        "eval_loss",
+        "expert_load",
     }
 )
 """Fields of :class:`dsv4_fsdp.train.progress.StepMetrics`: here anything but a number or null is a mistake."""
+
+_NOT_IN_EACH_STEP = frozenset({"eval_loss", "expert_load"})
+"""Fields in which null means that there was nothing to measure."""
 
 
 class RunDataError(Dsv4FsdpError, ValueError):
@@ -105,7 +117,7 @@ class RunData:
         steps: as recorded, increasing.
         columns: field -> column, in the order in which the fields appear.
         not_numbers: recorded fields that no chart can show.
-        config: the settings by dotted name, ``None`` without ``config.json``.
+        config: the settings by dotted name, ``None`` without ``config.yaml``.
         precision: rows of ``precision.txt``, ``None`` without it.
         plan: the sharding plan, ``None`` without ``plan.json`` or if ``plan_problem`` says why not.
         plan_text: ``plan.txt``.
@@ -151,7 +163,7 @@ def read_run(path: Path) -> RunData:
         steps=steps,
         columns=columns,
         not_numbers=not_numbers,
-        config=_read_config(path / "config.json"),
+        config=_read_config(path / "config.yaml"),
         precision=_read_precision(path / "precision.txt"),
         plan=plan,
         plan_problem=plan_problem,
@@ -164,10 +176,10 @@ def read_run(path: Path) -> RunData:
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Nested settings as ``(dotted name, text)``."""
     for key, value in values.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and value:
             yield from _flat(value, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value)
+            yield f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def _read_metrics(path: Path) -> tuple[tuple[int, ...], dict[str, Column], tuple[str, ...]]:
@@ -195,6 +207,8 @@ def _read_metrics(path: Path) -> tuple[tuple[int, ...], dict[str, Column], tuple
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if is_number and not _is_finite(value):
                 raise RunDataError(f"{where}: {name} is not finite; what is not is written as null")
+            if value is None and name in _NOT_IN_EACH_STEP:
+                continue
             if is_number or value is None:
                 column = columns.setdefault(name, ([], []))
                 column[0].append(step)
@@ -212,11 +226,15 @@ def _read_metrics(path: Path) -> tuple[tuple[int, ...], dict[str, Column], tuple
 
 
 def _read_config(path: Path) -> dict[str, str] | None:
-    values = _json(path)
-    if values is None:
+    text = _text(path)
+    if text is None:
         return None
+    try:
+        values = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise RunDataError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
-        raise RunDataError(f"{path}: expected an object of settings, got {_short(json.dumps(values))}")
+        raise RunDataError(f"{path}: expected settings by name, got {_short(str(values))}")
     return dict(_flat(values))
 
 

@@ -36,6 +36,8 @@ def _loss(run: RunData) -> Answer:
         return Answer("loss never finite", "not one step had a loss that is a number", "bad")
     first = "not finite" if column.values[0] is None else f"{column.values[0]:.3f}"
     detail = f"{first} at the first step, {fmean(tail):.3f} over the last {len(tail)}"
+    if (evaluated := run.last("eval_loss")) is not None:
+        detail += f", {evaluated:.3f} in the last evaluation"
     last = column.values[-1]
     if last is None:
         return Answer("loss not finite at the last step", detail, "bad")

@@ -29,7 +29,17 @@ from dsv4_fsdp.plan import ShardingPlan
 
 from .config import ModelConfig, TrainConfig
 
-__all__ = ["ADAPTER_ISLANDS", "ISLANDS_FILE", "ModelError", "ShardedModel", "build_on_meta", "fill", "shard_on_meta"]
+__all__ = [
+    "ADAPTER_ISLANDS",
+    "ISLANDS_FILE",
+    "ModelError",
+    "ShardedModel",
+    "build_on_meta",
+    "fill",
+    "prepare",
+    "shard_on_meta",
+    "source_of",
+]
 
 ADAPTER_ISLANDS = ("lora_A", "lora_B")
 """Names of adapters that are declared fp32."""
@@ -120,15 +130,7 @@ def shard_on_meta(
         settings = settings.model_copy(update={"path": str(resumed_from)})
         islands = [n for n in json.loads((resumed_from / ISLANDS_FILE).read_text()) if n not in ADAPTER_ISLANDS]
     model = build_on_meta(settings)
-    _widen_islands(model, islands)
-    adapter = None
-    if config.model.train == "lora":
-        adapter = _inject_adapters(model, config.model)
-        if config.model.lora.dtype == "fp32":
-            islands += ADAPTER_ISLANDS
-    _freeze(model, config.model.freeze)
-    if config.model.storage == "fp32":
-        _store_masters(model)
+    adapter, islands = prepare(model, config.model, islands)
     plan = parallelize(
         model,
         mesh,
@@ -139,6 +141,30 @@ def shard_on_meta(
         expert_mesh=expert_mesh,
     )
     return ShardedModel(model, plan, adapter, tuple(islands))
+
+
+def prepare(model: nn.Module, settings: ModelConfig, islands: list[str]) -> tuple[Any, list[str]]:
+    """Make of a model in bf16, on the meta device, what is trained: adapters, frozen weights, storage dtypes.
+
+    Args:
+        islands: names of islands beyond the class's lists.
+
+    Returns:
+        peft's configuration of the adapters, or ``None``, and ``islands`` with fp32 adapters.
+
+    Raises:
+        ModelError: a pattern of ``model.freeze`` or a target of ``model.lora`` matches nothing.
+    """
+    _widen_islands(model, islands)
+    adapter = None
+    if settings.train == "lora":
+        adapter = _inject_adapters(model, settings)
+        if settings.lora.dtype == "fp32":
+            islands = [*islands, *ADAPTER_ISLANDS]
+    _freeze(model, settings.freeze)
+    if settings.storage == "fp32":
+        _store_masters(model)
+    return adapter, islands
 
 
 def fill(
