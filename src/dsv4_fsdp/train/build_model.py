@@ -133,7 +133,7 @@ def shard_on_meta(
         model,
         mesh,
         reshard_after_forward=config.mesh.reshard_after_forward,
-        offload_policy=CPUOffloadPolicy() if config.mesh.cpu_offload else None,
+        offload_policy=_offload_policy() if config.mesh.cpu_offload else None,
         activation_checkpointing=config.mesh.activation_checkpointing,
         fp32_params=islands or None,
         expert_mesh=expert_mesh,
@@ -170,6 +170,11 @@ def fill(
         initialize_adapters(model, seed=config.seed)
     refuse_uninitialized(model)
     return report
+
+
+def _offload_policy() -> CPUOffloadPolicy:
+    """Pinned host memory, for faster copies; without an accelerator torch cannot pin, and there is nothing to copy to."""
+    return CPUOffloadPolicy(pin_memory=torch.accelerator.current_accelerator(check_available=True) is not None)
 
 
 def _widen_islands(model: nn.Module, more: list[str]) -> None:

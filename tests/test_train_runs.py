@@ -1,0 +1,73 @@
+"""Whole runs in combinations of settings: stopped and resumed, resumed elsewhere, exported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases_train_runs import run
+from tiny_checkpoints import release_checkpoint
+
+from dsv4_fsdp.train.config import from_yaml
+
+ROOT = Path(__file__).parent.parent
+LORA = {"model.train": "lora", "model.lora.rank": "4"}
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Four steps on the README's conversations, from a quantised release."""
+    return {
+        "steps": "4",
+        "model.init": "checkpoint",
+        "model.path": str(release_checkpoint(tmp_path_factory.mktemp("release"))),
+        "data.kind": "sft",
+        "data.path": str(ROOT / "examples/sft/conversations.jsonl"),
+        "data.template": str(ROOT / "examples/sft/chat.jinja"),
+        "data.sequence_length": "64",
+        "data.global_batch_size": "4",
+        "data.cache_dir": str(tmp_path_factory.mktemp("cache")),
+    }
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"model.storage": "fp32", "router_bias_rate": "0.01"},
+        {"mesh.cpu_offload": "true"},
+        {"optimizer.name": "adamw_8bit", "mesh.activation_checkpointing": "2"},
+        {"optimizer.name": "adamw_bf16_sr", "mesh.expert_parallel": "2"},
+        {"optimizer.name": "muon"},
+        LORA | {"model.lora.dropout": "0.2"},
+    ],
+    ids=["masters-router_bias", "cpu_offload", "adamw_8bit", "adamw_bf16_sr-ep", "muon", "lora-dropout"],
+)
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(
+    run_ranks: Any, settings: dict[str, str], more: dict[str, str], tmp_path: Path
+) -> None:
+    """Loss and gradient norm of every later step are equal in every bit."""
+    whole = run_ranks(2, run, tmp_path / "whole", settings | more)[0]
+    first = run_ranks(2, run, tmp_path / "cut", settings | more, stop_after=2)[0]
+    second = run_ranks(2, run, tmp_path / "cut", settings | more)[0]
+    assert (len(first), len(second)) == (2, 2)
+    assert first + second == whole
+
+
+def test_a_run_goes_on_with_other_ranks_and_meshes(run_ranks: Any, settings: dict[str, str], tmp_path: Path) -> None:
+    """From 2 ranks to 1 to 2 x 2 with dealt experts: the same steps, each once in ``metrics.jsonl``."""
+    whole = run_ranks(2, run, tmp_path / "whole", settings)[0]
+    folder = tmp_path / "cut"
+    hsdp = {"mesh.replicate": "2", "mesh.expert_parallel": "2"}
+    rows = run_ranks(2, run, folder, settings, stop_after=1)[0]
+    rows += run_ranks(1, run, folder, settings, stop_after=2)[0]
+    rows += run_ranks(4, run, folder, settings | hsdp)[0]
+    assert [row[0] for row in rows] == [1, 2, 3, 4]
+    # Gradients are added up in another order and rounded to bf16 elsewhere: 2**-8 at each of four steps.
+    for got, expected in zip(rows, whole, strict=True):
+        assert got[1] == pytest.approx(expected[1], rel=4 * 2**-8)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
+    config = from_yaml((folder / "config.yaml").read_text())
+    assert (config.nproc, config.mesh.expert_parallel) == (4, 2)
