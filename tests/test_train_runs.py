@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from cases_train_runs import run
+from safetensors.torch import load_file
 from tiny_checkpoints import release_checkpoint
 
 from dsv4_fsdp.train.config import from_yaml
@@ -71,3 +73,18 @@ def test_a_run_goes_on_with_other_ranks_and_meshes(run_ranks: Any, settings: dic
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
     config = from_yaml((folder / "config.yaml").read_text())
     assert (config.nproc, config.mesh.expert_parallel) == (4, 2)
+
+
+def test_bf16_adapters_are_exported_though_the_tokenizer_has_no_bos(
+    run_ranks: Any, settings: dict[str, str], tmp_path: Path
+) -> None:
+    """Stock peft, told not to widen them, gives the trained model's logits; a sample needs no BOS token."""
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    values = json.loads((Path(settings["model.path"]) / "tokenizer.json").read_text())
+    (tokenizer / "tokenizer.json").write_text(json.dumps(values | {"added_tokens": []}))
+    (tokenizer / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    more = LORA | {"steps": "1", "model.lora.dtype": "bf16", "data.tokenizer": str(tokenizer)}
+    run_ranks(1, run, tmp_path / "run", settings | more, steps_only=False)
+    adapter = load_file(tmp_path / "run" / "export" / "adapter_model.safetensors")
+    assert {tensor.dtype for tensor in adapter.values()} == {torch.bfloat16}
