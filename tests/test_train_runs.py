@@ -12,7 +12,8 @@ from cases_train_runs import run
 from safetensors.torch import load_file
 from tiny_checkpoints import release_checkpoint
 
-from dsv4_fsdp.train.config import from_yaml
+from dsv4_fsdp.train.config import ConfigError, from_yaml, resolve, to_yaml
+from dsv4_fsdp.train.run_folder import RunFolder
 
 ROOT = Path(__file__).parent.parent
 LORA = {"model.train": "lora", "model.lora.rank": "4"}
@@ -88,3 +89,32 @@ def test_bf16_adapters_are_exported_though_the_tokenizer_has_no_bos(
     run_ranks(1, run, tmp_path / "run", settings | more, steps_only=False)
     adapter = load_file(tmp_path / "run" / "export" / "adapter_model.safetensors")
     assert {tensor.dtype for tensor in adapter.values()} == {torch.bfloat16}
+
+
+def test_a_run_that_is_lengthened_keeps_no_old_export_under_the_name(
+    run_ranks: Any, settings: dict[str, str], tmp_path: Path
+) -> None:
+    """The export of its former end is set aside, so that what is called ``export`` is what the run ended with."""
+    folder = tmp_path / "run"
+    short = settings | {"checkpoint.every": "1", "steps": "1"}
+    run_ranks(1, run, folder, short)
+    (folder / "export").mkdir()
+    run_ranks(1, run, folder, short)  # has ended: nothing to do
+    assert (folder / "export").is_dir()
+    run_ranks(1, run, folder, short | {"steps": "2"})
+    assert not (folder / "export").exists()
+    assert (folder / "export-step-00000001").is_dir()
+
+
+def test_a_run_that_has_ended_without_a_checkpoint_is_not_started_anew(tmp_path: Path) -> None:
+    """It would begin at step 1 and drop the metrics that are there."""
+    config = resolve({})
+    folder = RunFolder(tmp_path)
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    folder.check(config)  # was killed before anything was kept
+    (tmp_path / "export").mkdir()
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(ConfigError, match="has ended and kept no checkpoint to go on from"):
+        folder.check(config)
+    (tmp_path / "checkpoints" / "step-00000001").mkdir()
+    folder.check(config)

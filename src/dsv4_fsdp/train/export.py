@@ -135,7 +135,9 @@ def publish_export(
                 found: Reloaded = reload_with_stock(target, reference, prompt=prompt, seed=seed, device=ranks.device)
             finally:
                 reference.unlink()
-            published = PublishedExport(found.dtypes, found.sample)
+            # Of an adapter, what was found is its base model too.
+            dtypes = found.dtypes if _peft(model) is None else written
+            published = PublishedExport(dtypes, found.sample)
         elif _peft(model) is None:
             refuse_what_stock_refuses(target, onto_meta=True)
         target.rename(folder.export)

@@ -131,6 +131,9 @@ def _train(config: TrainConfig, folder: RunFolder, ranks: Ranks, stop: StopReque
         state = _resume(run, checkpoints, latest, sharded, optimizer)
     if ranks.is_first:
         folder.keep_metrics(state["step"])
+        # An export that is there is of a run that ended with fewer steps; it must not pass for what comes out now.
+        if state["step"] < config.steps and (aside := folder.set_export_aside(state["step"])) is not None:
+            say(f"export of the steps before is now {aside}")
     source = source_of(config.model)
     dry_export(model, folder, ranks, tokenizer=run.tokenizer, source=source, islands=sharded.islands)
     contents = Contents(
@@ -529,7 +532,8 @@ def _export(run: _Run, sharded: ShardedModel) -> None:
     )
     if export is not None:
         dtypes = ", ".join(f"{count} {dtype.removeprefix('torch.')}" for dtype, count in export.dtypes.items())
-        run.say(f"export {run.folder.export}: {sum(export.dtypes.values())} tensors ({dtypes}),")
+        kind = "" if sharded.adapter is None else "a peft adapter, "
+        run.say(f"export {run.folder.export}: {kind}{sum(export.dtypes.values())} tensors ({dtypes}),")
         if export.reloaded:
             run.say("       reloaded by stock Transformers in a fresh process: logits equal in every bit")
             run.say(f"\nWhat it writes after {prompt!r}:\n")

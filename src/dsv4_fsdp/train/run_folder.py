@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,6 +112,9 @@ class RunFolder:
             former = self.former_config()
             if former is not None:
                 self._check_continues(former, config)
+                if self.export.exists() and not (self.checkpoints.is_dir() and any(self.checkpoints.iterdir())):
+                    problem = f"--run-dir: the run in {self.path} has ended and kept no checkpoint to go on from "
+                    raise ConfigError([problem + "(checkpoint.every); give a folder that is new or empty"])
             elif any(self.path.iterdir()):
                 raise ConfigError([f"--run-dir: {self.path} is not empty; give a folder that is new or empty"])
             if not os.access(self.path, os.W_OK | os.X_OK):
@@ -138,6 +142,16 @@ class RunFolder:
         temporary.write_text(to_yaml(config))
         temporary.replace(self.config)
         self.stop.unlink(missing_ok=True)
+
+    def set_export_aside(self, step: int) -> Path | None:
+        """Rename the export of a run that had ended after ``step`` and now goes on; where it is, if there was one."""
+        if not self.export.exists():
+            return None
+        aside = self.export.with_name(f"export-step-{step:08}")
+        if aside.exists():
+            shutil.rmtree(aside)
+        self.export.rename(aside)
+        return aside
 
     def keep_metrics(self, steps: int) -> None:
         """Drop the lines of ``metrics.jsonl`` behind ``steps``: steps that were made, lost, and will be made again."""
