@@ -118,3 +118,13 @@ def test_a_run_that_has_ended_without_a_checkpoint_is_not_started_anew(tmp_path:
         folder.check(config)
     (tmp_path / "checkpoints" / "step-00000001").mkdir()
     folder.check(config)
+
+
+@pytest.mark.parametrize("value", ["0", "3"])
+def test_a_number_of_ranks_to_reshard_among_must_divide_them(value: str) -> None:
+    """Found before any process starts."""
+    with pytest.raises(ConfigError) as caught:
+        resolve({"nproc": "4", "mesh.replicate": "2", "mesh.reshard_after_forward": value})
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"mesh.reshard_after_forward: {value} does not divide the 2 ranks that share a model; ")
+    resolve({"nproc": "4", "mesh.replicate": "2", "mesh.reshard_after_forward": "2"})
