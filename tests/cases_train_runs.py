@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 from pathlib import Path
 from unittest import mock
 
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dsv4_fsdp.expert_parallel import make_expert_mesh
 from dsv4_fsdp.train import loop
+from dsv4_fsdp.train.checkpoints import CheckpointError
 from dsv4_fsdp.train.config import TrainConfig, resolve
 from dsv4_fsdp.train.progress import StepMetrics
 from dsv4_fsdp.train.ranks import Ranks
@@ -53,3 +55,19 @@ def run(
             stack.enter_context(mock.patch.object(loop, name, return_value=None))
         loop.train(config, RunFolder(folder), ranks)
     return [(row.step, row.loss, row.grad_norm) for row in rows]
+
+
+def full_while_saving(folder: Path, settings: dict[str, str]) -> str:
+    """Go on with the run in ``folder`` while no file may be longer than 300 kB; the error's text.
+
+    A real limit, since what torch's archive writer makes of a write that falls short is its own.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, hard))
+    try:
+        run(folder, settings)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    return "no error"

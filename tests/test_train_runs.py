@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from cases_train_runs import run
+from cases_train_runs import full_while_saving, run
 from safetensors.torch import load_file
 from tiny_checkpoints import release_checkpoint
 
+from dsv4_fsdp.train.checkpoints import Checkpoints
 from dsv4_fsdp.train.config import ConfigError, from_yaml, resolve, to_yaml
-from dsv4_fsdp.train.run_folder import RunFolder
+from dsv4_fsdp.train.run_folder import RunFolder, RunFolderError
 
 ROOT = Path(__file__).parent.parent
 LORA = {"model.train": "lora", "model.lora.rank": "4"}
@@ -76,6 +78,26 @@ def test_a_run_goes_on_with_other_ranks_and_meshes(run_ranks: Any, settings: dic
     assert (config.nproc, config.mesh.expert_parallel) == (4, 2)
 
 
+def test_a_file_that_cannot_be_written_to_its_end_is_said_in_words(
+    run_ranks: Any, settings: dict[str, str], tmp_path: Path
+) -> None:
+    """All ranks say what to do about it, and the checkpoint before it is there to go on from."""
+    run_ranks(2, run, tmp_path, settings, stop_after=1)
+    for error in run_ranks(2, full_while_saving, tmp_path, settings | {"checkpoint.every": "1"}):
+        assert "could not write the checkpoint of step 2." in error
+        assert "what to do: free space, " in error
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+    assert [row[0] for row in run_ranks(2, run, tmp_path, settings)[0]] == [2, 3, 4]
+
+
+def test_what_torchs_archive_writer_says_of_a_full_disk_is_explained(tmp_path: Path) -> None:
+    """Its own words, when a tensor's bytes do not fit; the errno is lost by then."""
+    error = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+    text = Checkpoints._words(mock.Mock(folder=tmp_path), "write it", error, tmp_path, 1, rank=0)
+    assert "that is: a file could not be written to its end (disk, quota or file size limit)\n" in text
+    assert "what to do: free space, " in text
+
+
 def test_bf16_adapters_are_exported_though_the_tokenizer_has_no_bos(
     run_ranks: Any, settings: dict[str, str], tmp_path: Path
 ) -> None:
@@ -118,6 +140,12 @@ def test_a_run_that_has_ended_without_a_checkpoint_is_not_started_anew(tmp_path:
         folder.check(config)
     (tmp_path / "checkpoints" / "step-00000001").mkdir()
     folder.check(config)
+
+
+def test_a_run_folder_that_cannot_be_made_is_said_in_words(tmp_path: Path) -> None:
+    """No traceback of ``mkdir``, whoever the user is: /proc refuses root too."""
+    with pytest.raises(RunFolderError, match=r"got: .+\nwhere: /proc/run\nwhat to do: "):
+        RunFolder(Path("/proc/run")).create(resolve({}))
 
 
 @pytest.mark.parametrize("value", ["0", "3"])

@@ -173,7 +173,7 @@ def fill(
 
 
 def _offload_policy() -> CPUOffloadPolicy:
-    """Pinned host memory, for faster copies; without an accelerator torch cannot pin, and there is nothing to copy to."""
+    """Pinned host memory, for faster copies; without an accelerator torch cannot pin."""
     return CPUOffloadPolicy(pin_memory=torch.accelerator.current_accelerator(check_available=True) is not None)
 
 
