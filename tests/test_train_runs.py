@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -146,6 +150,26 @@ def test_a_run_folder_that_cannot_be_made_is_said_in_words(tmp_path: Path) -> No
     """No traceback of ``mkdir``, whoever the user is: /proc refuses root too."""
     with pytest.raises(RunFolderError, match=r"got: .+\nwhere: /proc/run\nwhat to do: "):
         RunFolder(Path("/proc/run")).create(resolve({}))
+
+
+def test_a_rank_says_who_did_not_come_and_leaves_without_a_traceback(tmp_path: Path) -> None:
+    """Started by RANK and WORLD_SIZE alone, where no agent holds the store."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    started = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    done = subprocess.run(
+        [sys.executable, "-m", "dsv4_fsdp.cli", "train", "--run-dir", tmp_path, "--mesh.start_timeout_s", "1"],
+        env=os.environ | started,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("rank 0: 2 of 3 ranks did not come within 1 s.\n")
+    assert f"expected: all of them at 127.0.0.1:{port}\ngot: nothing from ranks 1, 2\n" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("value", ["0", "3"])

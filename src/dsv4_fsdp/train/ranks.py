@@ -143,6 +143,25 @@ def _join(config: MeshConfig) -> Ranks:
 _HSDP = ("replicate", "shard")
 
 
+def _store(timeout: timedelta) -> tuple[Any, int, int]:
+    """The store of torchrun's environment, this rank, and how many there are; does not wait for the others.
+
+    Torchrun's agent holds the store. Where there is none (``srun`` with RANK and WORLD_SIZE set), rank 0 does: torch's
+    own rendezvous would have it wait there for everybody, and could not say who did not come.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store, rank, world_size = next(iter(rendezvous("env://", timeout=timeout)))
+        return store, rank, world_size
+    try:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    except KeyError as error:
+        raise ValueError(f"{error.args[0]} is not set") from None
+    # Public, but torch does not say so to type checkers.
+    make_store = dist.TCPStore  # type: ignore[attr-defined]
+    return make_store(address, port, world_size, rank == 0, timeout, wait_for_workers=False), rank, world_size
+
+
 def _meet(timeout_s: float) -> tuple[Any, int, int]:
     """The store of torchrun's environment, this rank and how many there are, once all have come to it.
 
@@ -151,7 +170,7 @@ def _meet(timeout_s: float) -> tuple[Any, int, int]:
     """
     where = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
     try:
-        store, rank, world_size = next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
+        store, rank, world_size = _store(timedelta(seconds=timeout_s))
     except (dist.DistError, ValueError, RuntimeError) as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise RanksMissing(
