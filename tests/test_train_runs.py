@@ -19,6 +19,7 @@ from tiny_checkpoints import release_checkpoint
 
 from dsv4_fsdp.train.checkpoints import Checkpoints
 from dsv4_fsdp.train.config import ConfigError, from_yaml, resolve, to_yaml
+from dsv4_fsdp.train.ranks import Ranks, RanksMissing
 from dsv4_fsdp.train.run_folder import RunFolder, RunFolderError
 
 ROOT = Path(__file__).parent.parent
@@ -170,6 +171,16 @@ def test_a_rank_says_who_did_not_come_and_leaves_without_a_traceback(tmp_path: P
     assert done.stderr.startswith("rank 0: 2 of 3 ranks did not come within 1 s.\n")
     assert f"expected: all of them at 127.0.0.1:{port}\ngot: nothing from ranks 1, 2\n" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_rank_that_waits_for_a_dead_one_leaves_when_told_to() -> None:
+    """SIGTERM is no more than a flag, so who waits outside of a collective must look at it."""
+    here, away = mock.Mock(return_value=False), mock.Mock(side_effect=[False, True])
+    ranks = Ranks(0, 2, 0, torch.device("cpu"), mock.Mock(), None, mock.Mock(check=lambda keys: keys == ["data/0"]))
+    with pytest.raises(RanksMissing, match="told to stop while waiting for rank 1 to be done with: data"):
+        ranks.wait_patiently("data", told_to_stop=away)
+    everybody = Ranks(0, 2, 0, torch.device("cpu"), mock.Mock(), None, mock.Mock(check=lambda keys: True))
+    everybody.wait_patiently("data", told_to_stop=here)
 
 
 @pytest.mark.parametrize("value", ["0", "3"])

@@ -109,7 +109,7 @@ def _train(config: TrainConfig, folder: RunFolder, ranks: Ranks, stop: StopReque
     if ranks.is_first:
         folder.create(config)
     ranks.wait()
-    run = _prepare(config, folder, ranks)
+    run = _prepare(config, folder, ranks, stop)
     say = run.say
     checkpoints = Checkpoints(
         folder.checkpoints, keep=config.checkpoint.keep, asynchronous=config.checkpoint.asynchronous
@@ -266,7 +266,7 @@ def _train(config: TrainConfig, folder: RunFolder, ranks: Ranks, stop: StopReque
 # --- Start ------------------------------------------------------------------------------------------------------------
 
 
-def _prepare(config: TrainConfig, folder: RunFolder, ranks: Ranks) -> _Run:
+def _prepare(config: TrainConfig, folder: RunFolder, ranks: Ranks, stop: StopRequests) -> _Run:
     """Tokenizer and data, ready to train on."""
     if isinstance(config.data, StdlibSettings):
         tokenizer = byte_tokenizer()
@@ -280,7 +280,7 @@ def _prepare(config: TrainConfig, folder: RunFolder, ranks: Ranks) -> _Run:
         seed=config.seed,
         is_maker=ranks.local_rank == 0,
         # Longer than a collective may take: a large corpus is tokenised here.
-        wait=lambda: ranks.wait_patiently("data"),
+        wait=lambda: ranks.wait_patiently("data", told_to_stop=stop.requested),
     )
     batches.check(ranks.world_size)
     return _Run(config, folder, ranks, batches, tokenizer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -69,10 +69,14 @@ class Ranks:
         """Return once all ranks are here. An all-reduce, so that it goes where gradients go."""
         dist.all_reduce(torch.zeros(1, device=self.device))
 
-    def wait_patiently(self, what: str) -> None:
+    def wait_patiently(self, what: str, *, told_to_stop: Callable[[], bool]) -> None:
         """Return once all ranks are here, however long that takes: for work that only some do, outside of training.
 
-        A rank that fails meanwhile does not come; whoever started the ranks ends the others then.
+        A rank that fails meanwhile does not come; whoever started the ranks then tells the others to stop. There is
+        nothing to save yet, so they leave at once.
+
+        Raises:
+            RanksMissing: ``told_to_stop``.
         """
         if self.store is None:
             self.wait()
@@ -80,6 +84,11 @@ class Ranks:
         self.store.set(f"{what}/{self.rank}", "done")
         for other in range(self.world_size):
             while not self.store.check([f"{what}/{other}"]):
+                if told_to_stop():
+                    raise RanksMissing(
+                        f"told to stop while waiting for rank {other} to be done with: {what}.\n"
+                        "what to do: look at what happened to that rank; start the same command again."
+                    )
                 time.sleep(0.2)
 
     def agree(self, values: Mapping[str, str]) -> None:
