@@ -85,7 +85,8 @@ def test_when_rank_0_cannot_write_all_ranks_say_so(run_ranks: Any, tmp_path: Pat
     run = tmp_path / "run"
     run.touch()
     first, second = run_ranks(2, failing_on_first, run)
-    assert first.startswith("NotADirectoryError")
+    assert first.startswith("ExportError: the export cannot be written.\n")
+    assert f"got: Not a directory\nwhere: {run / '.export-dry'}\n" in first
     assert second.startswith("ExportError: rank 0 could not export:")
 
 

@@ -24,6 +24,7 @@ this package is a bug of the package.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
 __all__ = [
@@ -63,6 +64,12 @@ class ExportError(Dsv4FsdpError, RuntimeError):
 
 class UnsupportedTorch(Dsv4FsdpError, RuntimeError):
     """The installed torch is too old, or lacks an internal that the engine needs."""
+
+
+def wrapped(message: str, *, columns: int = 100) -> str:
+    """``message`` for a terminal: long lines broken at spaces, what follows of them set in by two."""
+    lines = message.splitlines()
+    return "\n".join(textwrap.fill(line, columns, subsequent_indent="  ", break_long_words=False) for line in lines)
 
 
 def listing(names: Sequence[str], *, limit: int = 8) -> str:

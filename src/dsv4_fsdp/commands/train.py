@@ -70,7 +70,7 @@ def train(
         options = ["train", "--run-dir", run_dir, *([] if config is None else ["--config", config])]
         raise typer.Exit(launch([*options, *_as_options(overrides)], nproc=settings.nproc))
 
-    from dsv4_fsdp.errors import Dsv4FsdpError
+    from dsv4_fsdp.errors import Dsv4FsdpError, wrapped
     from dsv4_fsdp.train.loop import train as train_rank
     from dsv4_fsdp.train.ranks import join_ranks
 
@@ -83,8 +83,8 @@ def train(
         if started_by_launch():
             raise typer.Exit(1) from None  # the launcher shows the traceback, with the first rank's on top
         if isinstance(error, Dsv4FsdpError):
-            # It says what to do; torchrun has the traceback, in its error file.
-            print(f"rank {os.environ['RANK']}: {error}", file=sys.stderr)
+            # It says itself what to do; where in our code it was raised helps nobody.
+            print(wrapped(f"rank {os.environ['RANK']}: {error}"), file=sys.stderr, flush=True)
             raise typer.Exit(1) from None
         raise
 

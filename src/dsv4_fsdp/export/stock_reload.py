@@ -38,7 +38,10 @@ def main(export: str, reference_path: str, prompt: str, seed: int, device: str, 
     if adapter.exists():
         from peft import PeftModel
 
-        model = PeftModel.from_pretrained(model, export).eval()
+        # peft widens bf16 adapters to fp32 unless told not to, and then computes something else than was trained.
+        dtypes = {tensor.dtype for tensor in load_file(Path(export, "adapter_model.safetensors")).values()}
+        widen = dtypes != {torch.bfloat16}
+        model = PeftModel.from_pretrained(model, export, autocast_adapter_dtype=widen).eval()
     model.to(device)
     reference = load_file(reference_path)
     with torch.no_grad():
@@ -60,7 +63,7 @@ def main(export: str, reference_path: str, prompt: str, seed: int, device: str, 
 
 
 def _sample(model: Any, tokenizer: Any, prompt: str, seed: int) -> str:
-    inputs = tokenizer(tokenizer.bos_token + prompt, return_tensors="pt").to(model.device)
+    inputs = tokenizer((tokenizer.bos_token or "") + prompt, return_tensors="pt").to(model.device)
     torch.manual_seed(seed)
     generated = model.generate(
         **inputs,

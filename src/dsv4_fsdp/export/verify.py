@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from dsv4_fsdp.errors import ExportError, listing
-from dsv4_fsdp.names import canonical_name
+from dsv4_fsdp.names import canonical_name, is_adapter_name
 
 from .trained_tensors import TrainedTensors
 
@@ -114,7 +114,10 @@ def _rebuilt(trained: TrainedTensors, folder: Path, adapter: Any) -> Any:
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # as in adapter.peft_model_of
-            model = get_peft_model(model, adapter.peft_config["default"])
+            # As trained, and as stock_reload.py loads it: peft would widen bf16 adapters to fp32.
+            dtypes = {dtype for name, (dtype, _) in trained.specs.items() if is_adapter_name(name)}
+            widen = dtypes != {torch.bfloat16}
+            model = get_peft_model(model, adapter.peft_config["default"], autocast_adapter_dtype=widen)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             if (known := canonical_name(name)) in trained.specs:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
+from dsv4_fsdp.alignment import indexer_parameters
 from dsv4_fsdp.checkpoint_loading import CheckpointReader, LoadReport, fp32_islands, load_checkpoint
 from dsv4_fsdp.contract import island_reason, named_tensors
 from dsv4_fsdp.errors import Dsv4FsdpError, listing
@@ -135,7 +136,7 @@ def shard_on_meta(
         model,
         mesh,
         reshard_after_forward=config.mesh.reshard_after_forward,
-        offload_policy=CPUOffloadPolicy() if config.mesh.cpu_offload else None,
+        offload_policy=_offload_policy() if config.mesh.cpu_offload else None,
         activation_checkpointing=config.mesh.activation_checkpointing,
         fp32_params=islands or None,
         expert_mesh=expert_mesh,
@@ -198,6 +199,11 @@ def fill(
     return report
 
 
+def _offload_policy() -> CPUOffloadPolicy:
+    """Pinned host memory, for faster copies; without an accelerator torch cannot pin."""
+    return CPUOffloadPolicy(pin_memory=torch.accelerator.current_accelerator(check_available=True) is not None)
+
+
 def _widen_islands(model: nn.Module, more: list[str]) -> None:
     """Islands on the meta device get the dtype that they are stored in: a class may build them in the default one."""
     reason = island_reason(model, more)
@@ -207,9 +213,11 @@ def _widen_islands(model: nn.Module, more: list[str]) -> None:
 
 
 def _store_masters(model: nn.Module) -> None:
-    """Trainable weights in fp32. Frozen ones have no master: nothing ever adds to them."""
+    """Trainable weights in fp32. Frozen ones have no master: nothing ever adds to them. The Lightning Indexer's will be
+    frozen by `parallelize`."""
+    indexer = {id(param) for param in indexer_parameters(model).values()}
     for param in model.parameters():
-        if param.requires_grad and param.dtype == torch.bfloat16:
+        if param.requires_grad and id(param) not in indexer and param.dtype == torch.bfloat16:
             param.data = param.data.float()
 
 

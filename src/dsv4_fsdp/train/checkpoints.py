@@ -79,6 +79,7 @@ _TIMEOUT = timedelta(hours=2)
 # A network file system may show a file to other nodes only after a while (NFS caches a folder's names up to a minute).
 _VISIBLE_AFTER_S = 90.0
 # Manifest, configuration, tokenizer, DCP's own metadata.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _SMALL_FILES_BYTES = 32 * 2**20
 
 _log = logging.getLogger("dsv4_fsdp")
@@ -438,7 +439,11 @@ class Checkpoints:
         at = getattr(error, "filename", None) or path
         lines = [f"could not {what}.", f"got: {_named(error)}", f"where: {at}, on rank {rank}"]
         if needed_bytes is not None:
-            is_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+            is_full = getattr(error, "errno", None) in _FULL
+            # torch's archive writer forgets why a write fell short, and fails on what it says next.
+            if "unexpected pos" in str(error):
+                is_full = True
+                lines.append("that is: a file could not be written to its end (disk, quota or file size limit)")
             mend = "free space, lower checkpoint.keep" if is_full else "mend what is said above"
             lines.append(f"needed: about {_size(needed_bytes)}; free there: {_free_in_words(self.folder)}")
             lines.append(

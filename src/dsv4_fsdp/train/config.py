@@ -206,6 +206,11 @@ class TrainConfig(Section):
                 f"mesh.expert_parallel: {self.mesh.expert_parallel} does not divide the {self.shard} ranks that share "
                 "a model"
             )
+        elif not isinstance(reshard := self.mesh.reshard_after_forward, bool) and (reshard < 1 or self.shard % reshard):
+            problems.append(
+                f"mesh.reshard_after_forward: {reshard} does not divide the {self.shard} ranks that share a model; "
+                "give true, false, or the number of ranks of one machine"
+            )
         if self.model.path == "tiny" and self.model.init == "checkpoint":
             problems.append("model.init: the built-in model has no checkpoint; say --model.init random")
         if self.model.path == "tiny" and self.data.kind != "stdlib":

@@ -135,7 +135,9 @@ def publish_export(
                 found: Reloaded = reload_with_stock(target, reference, prompt=prompt, seed=seed, device=ranks.device)
             finally:
                 reference.unlink()
-            published = PublishedExport(found.dtypes, found.sample)
+            # Of an adapter, what was found is its base model too.
+            dtypes = found.dtypes if _peft(model) is None else written
+            published = PublishedExport(dtypes, found.sample)
         elif _peft(model) is None:
             refuse_what_stock_refuses(target, onto_meta=True)
         target.rename(folder.export)
@@ -182,7 +184,7 @@ def _on_first(
         try:
             result = work(counted)
         except Exception as problem:  # noqa: BLE001  (raised below, once the others have been told)
-            error = problem
+            error = _in_words(problem) if isinstance(problem, OSError) else problem
             for name in names[counted.count :]:  # the others gather them, whatever has happened here
                 live.read(name)
     else:
@@ -191,10 +193,21 @@ def _on_first(
     told = [str(error) if error is not None else None]
     dist.broadcast_object_list(told, src=0, device=ranks.device)
     if error is not None:
-        raise error
+        raise error from error.__cause__
     if told[0] is not None:
         raise ExportError(f"rank 0 could not export:\n{told[0]}")
     return result
+
+
+def _in_words(error: OSError) -> ExportError:
+    """What the machine refused (a full disk, a file where a folder should be), as an error of ours."""
+    where = f"\nwhere: {error.filename}" if error.filename else ""
+    words = ExportError(
+        f"the export cannot be written.\nexpected: room for the whole model in the run's folder\ngot: "
+        f"{error.strerror or error}{where}\nwhat to do: free space, or put the run elsewhere, and start it again."
+    )
+    words.__cause__ = error
+    return words
 
 
 def _peft(model: Any) -> Any | None:

@@ -18,6 +18,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from dsv4_fsdp.errors import wrapped
+
 from .stopping import TORCHRUN_ARGUMENTS
 
 if TYPE_CHECKING:
@@ -81,7 +83,7 @@ def failure_report(failures: Mapping[int, ProcessFailure]) -> tuple[str, int]:
     elif traceback := _traceback(failure):
         # What went wrong on purpose says itself what to do; where in our code it was raised helps nobody.
         ours = _OUR_ERROR.search(traceback)
-        lines = [f"rank {first}: {ours[1]}"] if ours else [f"rank {first} failed:", "", traceback]
+        lines = [wrapped(f"rank {first}: {ours[1]}")] if ours else [f"rank {first} failed:", "", traceback]
     else:
         lines = [f"rank {first} ended with exit code {failure.exitcode}; what it said is above"]
     lines += [

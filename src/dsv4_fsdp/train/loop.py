@@ -123,7 +123,7 @@ def _train(config: TrainConfig, folder: RunFolder, ranks: Ranks, stop: StopReque
     if ranks.is_first:
         folder.create(config)
     ranks.wait()
-    run = _prepare(config, folder, ranks)
+    run = _prepare(config, folder, ranks, stop)
     say = run.say
     checkpoints = Checkpoints(
         folder.checkpoints, keep=config.checkpoint.keep, asynchronous=config.checkpoint.asynchronous
@@ -145,6 +145,9 @@ def _train(config: TrainConfig, folder: RunFolder, ranks: Ranks, stop: StopReque
         state = _resume(run, checkpoints, latest, sharded, optimizer)
     if ranks.is_first:
         folder.keep_metrics(state["step"])
+        # An export that is there is of a run that ended with fewer steps; it must not pass for what comes out now.
+        if state["step"] < config.steps and (aside := folder.set_export_aside(state["step"])) is not None:
+            say(f"export of the steps before is now {aside}")
     source = source_of(config.model)
     dry_export(model, folder, ranks, tokenizer=run.tokenizer, source=source, islands=sharded.islands)
     contents = Contents(
@@ -176,7 +179,7 @@ def _train(config: TrainConfig, folder: RunFolder, ranks: Ranks, stop: StopReque
 # --- Start ------------------------------------------------------------------------------------------------------------
 
 
-def _prepare(config: TrainConfig, folder: RunFolder, ranks: Ranks) -> _Run:
+def _prepare(config: TrainConfig, folder: RunFolder, ranks: Ranks, stop: StopRequests) -> _Run:
     """Tokenizer and data, ready to train on."""
     if isinstance(config.data, StdlibSettings):
         tokenizer = byte_tokenizer()
@@ -190,7 +193,7 @@ def _prepare(config: TrainConfig, folder: RunFolder, ranks: Ranks) -> _Run:
         seed=config.seed,
         is_maker=ranks.local_rank == 0,
         # Longer than a collective may take: a large corpus is tokenised here.
-        wait=lambda: ranks.wait_patiently("data"),
+        wait=lambda: ranks.wait_patiently("data", told_to_stop=stop.requested),
     )
     batches.check(ranks.world_size)
     return _Run(config, folder, ranks, batches, tokenizer)
@@ -555,7 +558,8 @@ def _export(run: _Run, sharded: ShardedModel) -> None:
     )
     if export is not None:
         dtypes = ", ".join(f"{count} {dtype.removeprefix('torch.')}" for dtype, count in export.dtypes.items())
-        run.say(f"export {run.folder.export}: {sum(export.dtypes.values())} tensors ({dtypes}),")
+        kind = "" if sharded.adapter is None else "a peft adapter, "
+        run.say(f"export {run.folder.export}: {kind}{sum(export.dtypes.values())} tensors ({dtypes}),")
         if export.reloaded:
             run.say("       reloaded by stock Transformers in a fresh process: logits equal in every bit")
             run.say(f"\nWhat it writes after {prompt!r}:\n")

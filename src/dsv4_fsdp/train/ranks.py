@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+from torch.distributed.rendezvous import rendezvous
 
 from dsv4_fsdp.errors import Dsv4FsdpError
 from dsv4_fsdp.expert_parallel import make_expert_mesh
@@ -68,10 +69,14 @@ class Ranks:
         """Return once all ranks are here. An all-reduce, so that it goes where gradients go."""
         dist.all_reduce(torch.zeros(1, device=self.device))
 
-    def wait_patiently(self, what: str) -> None:
+    def wait_patiently(self, what: str, *, told_to_stop: Callable[[], bool]) -> None:
         """Return once all ranks are here, however long that takes: for work that only some do, outside of training.
 
-        A rank that fails meanwhile does not come; whoever started the ranks ends the others then.
+        A rank that fails meanwhile does not come; whoever started the ranks then tells the others to stop. There is
+        nothing to save yet, so they leave at once.
+
+        Raises:
+            RanksMissing: ``told_to_stop``.
         """
         if self.store is None:
             self.wait()
@@ -79,6 +84,11 @@ class Ranks:
         self.store.set(f"{what}/{self.rank}", "done")
         for other in range(self.world_size):
             while not self.store.check([f"{what}/{other}"]):
+                if told_to_stop():
+                    raise RanksMissing(
+                        f"told to stop while waiting for rank {other} to be done with: {what}.\n"
+                        "what to do: look at what happened to that rank; start the same command again."
+                    )
                 time.sleep(0.2)
 
     def agree(self, values: Mapping[str, str]) -> None:
@@ -142,35 +152,41 @@ def _join(config: MeshConfig) -> Ranks:
 _HSDP = ("replicate", "shard")
 
 
+def _store(timeout: timedelta) -> tuple[Any, int, int]:
+    """The store of torchrun's environment, this rank, and how many there are; does not wait for the others.
+
+    Torchrun's agent holds the store. Where there is none (``srun`` with RANK and WORLD_SIZE set), rank 0 does: torch's
+    own rendezvous would have it wait there for everybody, and could not say who did not come.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store, rank, world_size = next(iter(rendezvous("env://", timeout=timeout)))
+        return store, rank, world_size
+    try:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    except KeyError as error:
+        raise ValueError(f"{error.args[0]} is not set") from None
+    # Public, but torch does not say so to type checkers.
+    make_store = dist.TCPStore  # type: ignore[attr-defined]
+    return make_store(address, port, world_size, rank == 0, timeout, wait_for_workers=False), rank, world_size
+
+
 def _meet(timeout_s: float) -> tuple[Any, int, int]:
     """The store of torchrun's environment, this rank and how many there are, once all have come to it.
 
     Raises:
         RanksMissing: the place cannot be reached, or ranks did not come in time; says which.
     """
-    host, port = os.environ.get("MASTER_ADDR", "?"), os.environ.get("MASTER_PORT", "?")
-    where = f"{host}:{port}"
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    # torchrun keeps the store itself; without it rank 0 does.
-    keeps_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    where = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
     try:
-        # Not `init_method="env://"`: that waits for all ranks inside, and cannot say who is missing.
-        store: Any = dist.TCPStore(  # type: ignore[attr-defined]
-            host,
-            int(port),
-            world_size,
-            is_master=keeps_store,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
+        store, rank, world_size = _store(timedelta(seconds=timeout_s))
     except (dist.DistError, ValueError, RuntimeError) as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise RanksMissing(
             f"the ranks' meeting point {where} cannot be reached.\nexpected: an answer within {timeout_s:g} s\n"
-            f"got: {first}\nwhere: rank {rank} on {os.uname().nodename}\n"
-            "what to do: give every node the same --rdzv-endpoint (or MASTER_ADDR and MASTER_PORT),\n"
-            "one that all of them reach and whose port is free; on one machine leave them out."
+            f"got: {first}\nwhere: rank {os.environ.get('RANK', '?')} on {os.uname().nodename}\n"
+            "what to do: give every node the same --rdzv-endpoint (or MASTER_ADDR and MASTER_PORT), one that all of "
+            "them reach and whose port is free; on one machine leave them out."
         ) from error
     # torchrun starts ranks again with the same store: what a former attempt left must not count.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -183,8 +199,8 @@ def _meet(timeout_s: float) -> tuple[Any, int, int]:
             raise RanksMissing(
                 f"{len(missing)} of {world_size} ranks did not come within {timeout_s:g} s.\n"
                 f"expected: all of them at {where}\ngot: nothing from {_ranks(missing)}\n"
-                "what to do: look at what these printed, or why they were not started;\n"
-                "a slow start needs a longer mesh.start_timeout_s."
+                "what to do: look at what these printed, or why they were not started; a slow start needs a longer "
+                "mesh.start_timeout_s."
             )
         time.sleep(0.05)
     return store, rank, world_size

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from dsv4_fsdp.errors import Dsv4FsdpError
+
 from .config import ConfigError, TrainConfig, flat_settings, from_yaml, to_yaml
 
-__all__ = ["RunFolder"]
+__all__ = ["RunFolder", "RunFolderError"]
+
+
+class RunFolderError(Dsv4FsdpError, RuntimeError):
+    """A run's folder cannot be made or written to."""
+
 
 # What may differ when a run is continued: how it runs and what it leaves, not what is learned.
 # A path may: the data's digest is compared by the ranks' data, and the checkpoint holds the weights.
@@ -111,6 +119,9 @@ class RunFolder:
             former = self.former_config()
             if former is not None:
                 self._check_continues(former, config)
+                if self.export.exists() and not (self.checkpoints.is_dir() and any(self.checkpoints.iterdir())):
+                    problem = f"--run-dir: the run in {self.path} has ended and kept no checkpoint to go on from "
+                    raise ConfigError([problem + "(checkpoint.every); give a folder that is new or empty"])
             elif any(self.path.iterdir()):
                 raise ConfigError([f"--run-dir: {self.path} is not empty; give a folder that is new or empty"])
             if not os.access(self.path, os.W_OK | os.X_OK):
@@ -119,6 +130,8 @@ class RunFolder:
             if parent.exists():
                 if not parent.is_dir():
                     raise ConfigError([f"--run-dir: {parent}, in {self.path}, is a file"])
+                if not self.path.exists() and not os.access(parent, os.W_OK | os.X_OK):
+                    raise ConfigError([f"--run-dir: {self.path} cannot be made: {parent} cannot be written to"])
                 break
 
     def _check_continues(self, former: TrainConfig, config: TrainConfig) -> None:
@@ -132,12 +145,32 @@ class RunFolder:
             raise ConfigError([*changed, "--run-dir: to train with other settings give a folder that is new or empty"])
 
     def create(self, config: TrainConfig) -> None:
-        """Make the folder and write the configuration into it; on a resumed run, the one that it continues with."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        temporary = self.config.with_name(".config.yaml")
-        temporary.write_text(to_yaml(config))
-        temporary.replace(self.config)
-        self.stop.unlink(missing_ok=True)
+        """Make the folder and write the configuration into it; on a resumed run, the one that it continues with.
+
+        Raises:
+            RunFolderError: the machine does not let it.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            temporary = self.config.with_name(".config.yaml")
+            temporary.write_text(to_yaml(config))
+            temporary.replace(self.config)
+            self.stop.unlink(missing_ok=True)
+        except OSError as error:
+            raise RunFolderError(
+                f"the run's folder cannot be written.\nexpected: room for files\ngot: {error.strerror or error}"
+                f"\nwhere: {error.filename or self.path}\nwhat to do: free space, or give another --run-dir."
+            ) from error
+
+    def set_export_aside(self, step: int) -> Path | None:
+        """Rename the export of a run that had ended after ``step`` and now goes on; where it is, if there was one."""
+        if not self.export.exists():
+            return None
+        aside = self.export.with_name(f"export-step-{step:08}")
+        if aside.exists():
+            shutil.rmtree(aside)
+        self.export.rename(aside)
+        return aside
 
     def keep_metrics(self, steps: int) -> None:
         """Drop the lines of ``metrics.jsonl`` behind ``steps``: steps that were made, lost, and will be made again."""
