@@ -148,7 +148,7 @@ class ShardingPlan:
     def gradient_arrives_at(self, unit: UnitPlan) -> bool:
         """Whether backward comes to ``unit``: whether it, or what ran before it, trains.
 
-        torch gathers one unit further, which :attr:`UnitPlan.reached_in_backward` is true of.
+        One unit further is gathered, which :attr:`UnitPlan.reached_in_backward` is true of.
         """
         last = self.units.index(unit) + (unit.role == "experts")  # the block around them runs first
         holds_embedding = self.units[0].role != "embedding" and self.units[-1].trains
@@ -166,14 +166,10 @@ class ShardingPlan:
         None of the latter where no gradient arrives.
         """
         counts = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
-        for unit, after in zip(self.units, [*self.units[1:], None], strict=True):
+        for unit in self.units:
             reduces = sum(1 for group in unit.groups if group.reduce_scatter_bytes)
             if self.shard_size(unit) > 1:
-                counts["all_gather"] += len(unit.groups)
-                if unit.gathers_in_backward:
-                    # A unit of one group, as dispatched experts are, asks for one group of the unit before it.
-                    is_cut_short = after is not None and len(after.groups) == 1 and not self.gradient_arrives_at(unit)
-                    counts["all_gather"] += 1 if is_cut_short else len(unit.groups)
+                counts["all_gather"] += len(unit.groups) * (1 + unit.gathers_in_backward)
                 counts["reduce_scatter"] += reduces
             counts["all_reduce"] += reduces * (len(self.mesh_shape) == 2)
         if self.expert_parallel > 1:
@@ -359,7 +355,7 @@ def _refuse_wrong_expert_parallel(
 def _mark_reached(units: list[UnitPlan]) -> tuple[UnitPlan, ...]:
     """Clear ``reached_in_backward`` where backward never comes by: before the first unit that trains.
 
-    torch still gathers one block further, since each unit prefetches the one that ran before it.
+    One block further is still gathered, since each unit prefetches the one that ran before it.
     """
     # A root without an embedding unit in front may hold a tied embedding, which runs first.
     reached = units[0].role != "embedding" and units[-1].trains
