@@ -15,6 +15,7 @@ those within a turn. All ways end with the same parameters, as a checksum over a
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import statistics
 import sys
@@ -72,7 +73,8 @@ def _rows(form: str, folder: Path, world_size: int, repeats: int) -> list[list[s
     runs: dict[str, list[list[Loaded]]] = {way: [] for way in WAYS if way != NATIVE or not quantised}
     for _ in range(repeats):
         for way, found in runs.items():
-            found.append(run_ranks(world_size, load, way, str(folder), quantised=quantised, timeout_s=600))
+            with contextlib.redirect_stdout(sys.stderr):  # what ranks print is no part of the page
+                found.append(run_ranks(world_size, load, way, str(folder), quantised=quantised, timeout_s=600))
             close_pool()
     everything = [rank for found in runs.values() for run in found for rank in run]
     sums = {rank.checksum for rank in everything}

@@ -2,7 +2,7 @@
 
     python benchmarks/sharding.py                                     # the cases below
     python benchmarks/sharding.py --cases nemo:8:2 transformers:8:2x2 --repeats 5
-    python benchmarks/sharding.py --hidden-size 256 --tokens 512      # more to compute beside the communication
+    python benchmarks/sharding.py --cases nemo:8:2:512                # width 512: more to compute beside the calls
 
 The models are the real ones at tiny size, bf16 with fp32 islands, on gloo processes of one thread; one sequence per
 rank. A step is forward and backward. Its collectives and errors come from one step in lock-step with the unsharded
@@ -15,6 +15,7 @@ gloo on CPU overlaps nothing, so that times tell what a way costs in calls, copi
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import statistics
 import sys
@@ -30,7 +31,17 @@ from sharding_ranks import NATIVE, NEMO, OURS, OURS_FUNCTION, SIDES, UNIFORM, Ca
 
 from pool import run_ranks
 
-DEFAULT_CASES = ("nemo:8:2", "nemo:16:2", "nemo:8:4", "nemo:8:2x2", "transformers:8:2", "transformers:8:2x2")
+# Model, blocks, mesh, width if not 64.
+DEFAULT_CASES = (
+    "nemo:8:2",
+    "nemo:16:2",
+    "nemo:8:4",
+    "nemo:8:2x2",
+    "nemo:8:2:512",
+    "transformers:8:2",
+    "transformers:8:2x2",
+    "transformers:8:2:512",
+)
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
 
@@ -40,7 +51,8 @@ def run_case(case: Case) -> dict[str, list[Side]]:
         if NATIVE in SIDES[case.kind]:
             save_checkpoint(case, Path(folder))
             case = replace(case, folder=folder)
-        ranks = run_ranks(math.prod(case.mesh_shape), measure, case, timeout_s=1800)
+        with contextlib.redirect_stdout(sys.stderr):  # what ranks print is no part of the page
+            ranks = run_ranks(math.prod(case.mesh_shape), measure, case, timeout_s=1800)
     return {name: [rank[name] for rank in ranks] for name in ranks[0]}
 
 
@@ -107,11 +119,11 @@ def goals(results: dict[Case, dict[str, list[Side]]]) -> list[Goal]:
     return lines
 
 
-def _case(text: str) -> tuple[str, int, tuple[int, ...]]:
-    kind, blocks, mesh = text.split(":")
-    if kind not in SIDES:
-        raise ValueError(kind)
-    return kind, int(blocks), tuple(int(size) for size in mesh.split("x"))
+def _case(text: str) -> tuple[str, int, tuple[int, ...], int]:
+    kind, blocks, mesh, *width = text.split(":")
+    if kind not in SIDES or len(width) > 1:
+        raise ValueError(text)
+    return kind, int(blocks), tuple(int(size) for size in mesh.split("x")), int(width[0]) if width else 64
 
 
 def main() -> None:
@@ -119,14 +131,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--cases", type=_case, nargs="+", default=[_case(text) for text in DEFAULT_CASES])
     parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--hidden-size", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=7)
     arguments = parser.parse_args()
     results = {}
-    for kind, num_blocks, mesh_shape in arguments.cases:
-        case = Case(kind, num_blocks, mesh_shape, arguments.tokens, arguments.hidden_size, arguments.repeats)
+    for kind, num_blocks, mesh_shape, width in arguments.cases:
+        case = Case(kind, num_blocks, mesh_shape, arguments.tokens, width, arguments.repeats)
         results[case] = run_case(case)
-        print(f"{kind} {num_blocks} {mesh_shape}: done", file=sys.stderr)
+        print(f"{kind} {num_blocks} {mesh_shape} {width}: done", file=sys.stderr)
     tables = [case_table(case, found) for case, found in results.items()]
     packages = ("transformers", "nemo-automodel")
     print(page("Sharding", __doc__, tables, goals=goals(results), packages=packages), end="")
