@@ -68,8 +68,9 @@ class UnsupportedTorch(Dsv4FsdpError, RuntimeError):
 
 def wrapped(message: str, *, columns: int = 100) -> str:
     """``message`` for a terminal: long lines broken at spaces, what follows of them set in by two."""
-    lines = message.splitlines()
-    return "\n".join(textwrap.fill(line, columns, subsequent_indent="  ", break_long_words=False) for line in lines)
+    # Neither inside a word nor at a hyphen: paths and commands are there to be copied.
+    fill = textwrap.TextWrapper(columns, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False).fill
+    return "\n".join(map(fill, message.splitlines()))
 
 
 def listing(names: Sequence[str], *, limit: int = 8) -> str:
