@@ -192,18 +192,18 @@ def test_islands_that_a_class_builds_in_the_default_dtype_are_widened_on_the_met
     """The loader will cast them when it reads; stored bits of a real tensor are never touched."""
     from transformers import DeepseekV4ForCausalLM
 
-    from dsv4_fsdp.integrations.transformers import _widen_placeholders
+    from dsv4_fsdp.contract import widen_meta_islands
 
     with torch.device("meta"):
         model = DeepseekV4ForCausalLM(transformers_config()).to(torch.bfloat16)
     with pytest.raises(ContractError):
         contract_of(model)
-    _widen_placeholders(model)
+    widen_meta_islands(model)
     islands = set(island_names(model))
     assert {rule.fqn for rule in contract_of(model).islands if rule.kind == "parameter"} == islands
     assert {p.dtype for n, p in model.named_parameters() if n not in islands} == {torch.bfloat16}
 
     real = tiny_transformers().to(torch.bfloat16)
-    _widen_placeholders(real)
+    widen_meta_islands(real)
     with pytest.raises(ContractError):
         contract_of(real)

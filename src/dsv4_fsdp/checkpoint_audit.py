@@ -59,18 +59,19 @@ _MISSING = (
 )
 
 
-def audit_checkpoint(path: str | Path, *, bits: bool = False) -> AuditReport:
+def audit_checkpoint(path: str | Path, *, bits: bool = False, layout: CheckpointLayout | None = None) -> AuditReport:
     """Audit a safetensors file, or a folder of them with or without an index.
 
     Args:
         path: the folder that holds ``config.json`` and the weights, or one of its files.
         bits: read islands, integer tables and scales, and judge their values too.
+        layout: of the same folder, if it is at hand: making one builds the model on the meta device.
 
     Raises:
         ContractError: ``path`` is not there, holds no safetensors file, or its model is not known.
     """
     folder, paths, index, problems = checkpoint_files(Path(path))
-    layout = layout_of_folder(folder)
+    layout = layout_of_folder(folder) if layout is None else layout
     headers = [read_header(file) for file in paths]
     violations = list(problems)
     for header in headers:

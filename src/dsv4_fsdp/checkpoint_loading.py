@@ -60,16 +60,19 @@ class LoadReport:
     not_loaded: tuple[str, ...]
 
 
-def check_checkpoint(folder: str | Path, *, allow_downcast_islands: bool = False) -> None:
+def check_checkpoint(
+    folder: str | Path, *, allow_downcast_islands: bool = False, layout: CheckpointLayout | None = None
+) -> None:
     """Raise ``CheckpointError`` unless the headers in ``folder`` are those of the model in its ``config.json``.
 
     Reads no weight; one rank may do it for all.
 
     Args:
         allow_downcast_islands: accept islands that the files hold in bf16. The bits that were cut off stay lost.
+        layout: of the same folder, if it is at hand (:attr:`CheckpointReader.layout`).
     """
     try:
-        report = audit_checkpoint(folder)
+        report = audit_checkpoint(folder, layout=layout)
     except ContractError as error:
         raise CheckpointError(str(error)) from error
     found = [v for v in report.violations if not (allow_downcast_islands and v.kind == "island-downcast")]

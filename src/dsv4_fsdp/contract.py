@@ -442,3 +442,18 @@ def _nemo_layout_reason(model: nn.Module) -> IslandReason:
 def short_dtype(dtype: torch.dtype) -> str:
     """``torch.bfloat16`` as ``bfloat16``."""
     return str(dtype).removeprefix("torch.")
+
+
+def widen_meta_islands(model: nn.Module, more: Iterable[str] = ()) -> None:
+    """Give islands on the meta device the dtype that loading, or initialising, will give them.
+
+    A class may build a parameter in the default dtype although its list says fp32. Meta tensors hold no bits, so
+    nothing is lost or gained here, but a unit's groups are made by dtype when the model is sharded.
+
+    Args:
+        more: further islands by name, as in :func:`contract_of`.
+    """
+    reason = island_reason(model, more)
+    for _, name, tensor in named_tensors(model):
+        if tensor.is_meta and tensor.is_floating_point() and tensor.itemsize < 4 and reason(name, tensor) is not None:
+            tensor.data = tensor.data.float()

@@ -45,7 +45,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from dsv4_fsdp import grouped_unit
 from dsv4_fsdp.alignment import freeze_indexers, tie_compressors
-from dsv4_fsdp.contract import contract_of, island_reason, named_tensors
+from dsv4_fsdp.contract import contract_of, widen_meta_islands
 
 from . import TESTED_VERSIONS as _ALL_TESTED
 from . import UnsupportedLibrary, rebound, refuse_unknown_internals, signature_problem, unpatched
@@ -99,7 +99,7 @@ def _shard(
     wanted = model._expand_parallel_plan(rules)
     plan = {name: style for name, style in fsdp_plan.items() if name in wanted}
 
-    _widen_placeholders(model)
+    widen_meta_islands(model)
     policy_kwargs = fsdp._get_fsdp_policy_kwargs(getattr(model.config, "distributed_config", None))
     contract = contract_of(model, mp_policy=policy_kwargs.get("mp_policy", MixedPrecisionPolicy()))
     freeze_indexers(model)  # loading keeps `requires_grad` as it finds it
@@ -110,18 +110,6 @@ def _shard(
 
     with rebound(fsdp, "fully_shard", lambda _: fully_shard):
         return original(model, mesh_manager, plan, ep_plan)
-
-
-def _widen_placeholders(model: Any) -> None:
-    """Give islands on the meta device the dtype that loading will give them.
-
-    A class may build a parameter in the default dtype although its list says fp32; the loader casts when it reads. Meta
-    tensors hold no bits, so nothing is lost or gained here, but the unit's groups are made by dtype now.
-    """
-    reason = island_reason(model, ())
-    for _, name, tensor in named_tensors(model):
-        if tensor.is_meta and tensor.is_floating_point() and tensor.itemsize < 4 and reason(name, tensor) is not None:
-            tensor.data = tensor.data.float()
 
 
 def _known_internals() -> tuple[Any, Any]:

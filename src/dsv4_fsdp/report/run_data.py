@@ -12,7 +12,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,31 +20,13 @@ import yaml
 
 from dsv4_fsdp.errors import Dsv4FsdpError
 from dsv4_fsdp.plan import GroupPlan, ParamPlan, ShardingPlan, UnitPlan
+from dsv4_fsdp.train.progress import StepMetrics
 
 __all__ = ["AuditSummary", "Column", "PrecisionRow", "RunData", "RunDataError", "planned_dtypes", "read_run"]
 
 _PRECISION_HEADER = ["name", "count", "storage", "compute", "reduce", "reason"]
-_NUMBERS = frozenset(
-    {
-        "loss",
-        "grad_norm",
-        "lr",
-        "tokens",
-        "tokens_per_s",
-        "ranks_without_window",
-        "skipped_steps",
-        "elapsed_s",
-        "memory_bytes",
-        "data_s",
-        "compute_s",
-        "reduce_s",
-        "optimizer_s",
-        "checkpoint_s",
-        "eval_loss",
-        "expert_load",
-    }
-)
-"""Fields of :class:`dsv4_fsdp.train.progress.StepMetrics`: here anything but a number or null is a mistake."""
+_NUMBERS = frozenset(field.name for field in fields(StepMetrics)) - {"step"}
+"""Fields of a step: here anything but a number or null is a mistake."""
 
 _NOT_IN_EACH_STEP = frozenset({"eval_loss", "expert_load"})
 """Fields in which null means that there was nothing to measure."""

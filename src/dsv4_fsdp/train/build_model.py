@@ -20,7 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from dsv4_fsdp.alignment import indexer_parameters
 from dsv4_fsdp.checkpoint_loading import CheckpointReader, LoadReport, fp32_islands, load_checkpoint
-from dsv4_fsdp.contract import island_reason, named_tensors
+from dsv4_fsdp.contract import widen_meta_islands
 from dsv4_fsdp.errors import Dsv4FsdpError, listing
 from dsv4_fsdp.initialization import initialize, initialize_adapters
 from dsv4_fsdp.materialize import materialize, refuse_uninitialized
@@ -156,7 +156,7 @@ def prepare(model: nn.Module, settings: ModelConfig, islands: list[str]) -> tupl
     Raises:
         ModelError: a pattern of ``model.freeze`` or a target of ``model.lora`` matches nothing.
     """
-    _widen_islands(model, islands)
+    widen_meta_islands(model, islands)
     adapter = None
     if settings.train == "lora":
         adapter = _inject_adapters(model, settings)
@@ -202,14 +202,6 @@ def fill(
 def _offload_policy() -> CPUOffloadPolicy:
     """Pinned host memory, for faster copies; without an accelerator torch cannot pin."""
     return CPUOffloadPolicy(pin_memory=torch.accelerator.current_accelerator(check_available=True) is not None)
-
-
-def _widen_islands(model: nn.Module, more: list[str]) -> None:
-    """Islands on the meta device get the dtype that they are stored in: a class may build them in the default one."""
-    reason = island_reason(model, more)
-    for _, name, tensor in named_tensors(model):
-        if tensor.is_floating_point() and tensor.itemsize < 4 and reason(name, tensor) is not None:
-            tensor.data = tensor.data.float()
 
 
 def _store_masters(model: nn.Module) -> None:

@@ -203,10 +203,12 @@ def _build(run: _Run, latest: SavedCheckpoint | None) -> ShardedModel:
     """The model, sharded as all ranks agree, and filled unless ``latest`` is to be read into it."""
     config, folder, ranks, say = run.config, run.folder, run.ranks, run.say
     source = source_of(config.model) if latest is None else None
-    if source is not None:
-        # Each rank reads the headers for itself: it needs them anyway, and a file that only one cannot see is found.
-        check_checkpoint(source, allow_downcast_islands=config.model.allow_downcast_islands)
     with nullcontext() if source is None else CheckpointReader(source) as reader:
+        if reader is not None:
+            # Each rank reads the headers for itself: it needs them, and a file that only one cannot see is found.
+            check_checkpoint(
+                reader.folder, allow_downcast_islands=config.model.allow_downcast_islands, layout=reader.layout
+            )
         sharded = shard_on_meta(
             config,
             ranks.mesh,

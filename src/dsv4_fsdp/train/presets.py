@@ -24,6 +24,16 @@ _FINE_TUNE = {
 }
 _LORA = {"name": "adamw", "lr": 2e-4, "warmup_fraction": 0.03, "beta2": 0.99, "weight_decay": 0.0}
 _OVERNIGHT = {"every": 100, "keep": 3}
+_ON_ONE_NODE = {
+    "steps": 1000,
+    "seed": 0,
+    "nproc": 8,
+    "mesh": {"expert_parallel": 8, "activation_checkpointing": 1},
+    "checkpoint": _OVERNIGHT,
+}
+# Flash and Pro differ in how many nodes they take, which is not a preset's to say.
+_SFT = _ON_ONE_NODE | {"model": {}, "data": _SFT_DATA, "optimizer": _FINE_TUNE}
+_SFT_LORA = _ON_ONE_NODE | {"model": {"train": "lora"}, "data": _SFT_DATA, "optimizer": _LORA}
 
 PRESETS: dict[str, dict[str, Any]] = {
     # A quarter of the sequences is shorter than one HCA window (128 tokens), so most steps have ranks that differ.
@@ -41,55 +51,17 @@ PRESETS: dict[str, dict[str, Any]] = {
             "beta2": 0.95,
         },
     },
-    "flash-sft": {
-        "steps": 1000,
-        "seed": 0,
-        "nproc": 8,
-        "model": {},
-        "data": _SFT_DATA,
-        "optimizer": _FINE_TUNE,
-        "mesh": {"expert_parallel": 8, "activation_checkpointing": 1},
-        "checkpoint": _OVERNIGHT,
-    },
-    "flash-lora": {
-        "steps": 1000,
-        "seed": 0,
-        "nproc": 8,
-        "model": {"train": "lora"},
-        "data": _SFT_DATA,
-        "optimizer": _LORA,
-        "mesh": {"expert_parallel": 8, "activation_checkpointing": 1},
-        "checkpoint": _OVERNIGHT,
-    },
-    "flash-pretrain": {
+    "flash-sft": _SFT,
+    "flash-lora": _SFT_LORA,
+    "flash-pretrain": _ON_ONE_NODE
+    | {
         "steps": 10000,
-        "seed": 0,
-        "nproc": 8,
         "model": {},
         "data": _PRETRAIN_DATA,
         "optimizer": _FINE_TUNE | {"lr": 2e-5, "weight_decay": 0.1},
-        "mesh": {"expert_parallel": 8, "activation_checkpointing": 1},
         "router_bias_rate": 1e-4,
         "checkpoint": _OVERNIGHT | {"every": 500},
     },
-    "pro-sft": {
-        "steps": 1000,
-        "seed": 0,
-        "nproc": 8,
-        "model": {},
-        "data": _SFT_DATA,
-        "optimizer": _FINE_TUNE,
-        "mesh": {"expert_parallel": 8, "activation_checkpointing": 1},
-        "checkpoint": _OVERNIGHT,
-    },
-    "pro-lora": {
-        "steps": 1000,
-        "seed": 0,
-        "nproc": 8,
-        "model": {"train": "lora"},
-        "data": _SFT_DATA,
-        "optimizer": _LORA,
-        "mesh": {"expert_parallel": 8, "activation_checkpointing": 1},
-        "checkpoint": _OVERNIGHT,
-    },
+    "pro-sft": _SFT,
+    "pro-lora": _SFT_LORA,
 }
