@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,6 +19,7 @@ from cases_train_runs import full_while_saving, run
 from safetensors.torch import load_file
 from tiny_checkpoints import release_checkpoint
 
+from dsv4_fsdp.train.checkpoint_folder import latest_checkpoint
 from dsv4_fsdp.train.checkpoints import Checkpoints
 from dsv4_fsdp.train.config import ConfigError, from_yaml, resolve, to_yaml
 from dsv4_fsdp.train.ranks import Ranks, RanksMissing
@@ -191,3 +194,28 @@ def test_a_number_of_ranks_to_reshard_among_must_divide_them(value: str) -> None
     (problem,) = caught.value.problems
     assert problem.startswith(f"mesh.reshard_after_forward: {value} does not divide the 2 ranks that share a model; ")
     resolve({"nproc": "4", "mesh.replicate": "2", "mesh.reshard_after_forward": "2"})
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM], ids=lambda number: signal.Signals(number).name)
+def test_a_signal_to_the_command_saves_and_leaves(number: signal.Signals, tmp_path: Path) -> None:
+    """Torchrun's code passes it to the ranks; they finish the step, save it, and the command says so."""
+    folder = tmp_path / "run"
+    settings = ["--steps", "1000", "--nproc", "1", "--logging.audit", "off", "--data.sequence_lengths", "16,140"]
+    command = [sys.executable, "-m", "dsv4_fsdp.cli", "train", "--run-dir", str(folder), *settings]
+    with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
+        process = subprocess.Popen(command, stdout=out, stderr=err)
+    metrics = folder / "metrics.jsonl"
+    deadline = time.monotonic() + 300
+    while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 2):
+        assert process.poll() is None, (tmp_path / "err").read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(number)
+    assert process.wait(timeout=120) == 128 + number
+    last = len(metrics.read_text().splitlines())
+    found, problems = latest_checkpoint(folder / "checkpoints")
+    assert problems == []
+    assert found is not None
+    assert found.step == last < 1000
+    assert f"stopped: {number.name}, after step {last} of 1000" in (tmp_path / "out").read_text()
+    assert (tmp_path / "err").read_text() == f"\nstopped by {number.name}\n"
