@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from cases_parity import mesh_of
-from reference import LockstepResult, Recorder, lockstep
+from reference import LockstepResult, Recorder, lockstep, logits_of, token_loss
 from tiny_models import ModelKind, tiny_batch, tiny_nemo, tiny_transformers
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -36,6 +37,21 @@ def windowed_parity(*, checkpointing: bool) -> LockstepResult:
         batches,
         steps=2,
     )
+
+
+def indexer_calls_when_sharded() -> dict[str, int]:
+    """How often each indexer runs in a step of two micro-batches, both forwards before both backwards."""
+    model = windowed_model()
+    parallelize(model, mesh_of((2,)), activation_checkpointing=True)
+    calls: Counter[str] = Counter()
+    for name, module in model.named_modules():
+        if type(module).__name__ == "DeepseekV4Indexer":
+            module.register_forward_hook(lambda *_, name=name: calls.update([name]))
+    batches = [tiny_batch("transformers", length, seed=dist.get_rank()) for length in LENGTHS]
+    losses = [token_loss(logits_of(model(input_ids=batch.input_ids)), batch) for batch in batches]
+    for loss in losses:
+        loss.backward()
+    return dict(calls)
 
 
 def loss_model(kind: ModelKind, *, tied: bool) -> nn.Module:

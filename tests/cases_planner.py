@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from dsv4_fsdp import ShardingPlan, parallelize, use_windowed_attention
+from dsv4_fsdp import ShardingPlan, parallelize, recomputation, use_windowed_attention
 from dsv4_fsdp.alignment import indexer_parameters
 from dsv4_fsdp.chunked_loss import with_chunked_loss
 from dsv4_fsdp.expert_parallel import make_expert_mesh
@@ -177,7 +178,17 @@ def kept_by_a_real_forward(
         for block in [*model.get_submodule("model.layers").children()][::checkpointing]:
             block.register_forward_hook(keep_inputs, with_kwargs=True)
     ids = torch.randint(0, 128, (batch, length))
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda packed: packed.tensor):
+    runs: weakref.WeakSet[recomputation.Run] = weakref.WeakSet()  # of blocks that will run again
+
+    def contexts(make: Any = recomputation.contexts) -> tuple[recomputation.Run, recomputation.Run]:
+        first, second = make()
+        runs.add(second)
+        return first, second
+
+    with (
+        mock.patch.object(recomputation, "contexts", contexts),
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda packed: packed.tensor),
+    ):
         if chunked:
             loss = with_chunked_loss(model)(ids, ids).loss_sum
         else:
@@ -191,6 +202,7 @@ def kept_by_a_real_forward(
             ours |= {t.untyped_storage()._cdata for t in param.all_gather_outputs}
     storages = {s._cdata: s for s in (t.untyped_storage() for t in [*(k.tensor for k in kept), *inputs])}
     total = sum(storage.nbytes() for key, storage in storages.items() if key not in ours)
+    total += sum(run.kept_bytes for run in runs)
     loss.backward()
     return total
 
@@ -200,4 +212,4 @@ def _checkpoint_blocks(model: nn.Module, every: int) -> None:
 
     layers = model.get_submodule("model.layers")
     for name, block in list(layers.named_children())[::every]:
-        layers.register_module(name, checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT))
+        layers.register_module(name, checkpoint_wrapper(block, CheckpointImpl.NO_REENTRANT, recomputation.checkpoint))

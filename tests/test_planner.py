@@ -239,6 +239,17 @@ def test_predicted_activations_are_what_a_real_step_keeps(
     assert planned == pytest.approx(real, rel=0.01)
 
 
+def test_a_recomputed_block_keeps_its_input_and_a_frozen_indexers_choice(tiny: Estimator) -> None:
+    """Input: 64 tokens of 64 numbers in 4 streams of bf16. Choice: 4 of the 16 entries for each token, in int32."""
+    settings = replace(SETTINGS, batch=2, sequence=64, attention="windowed")
+    blocks = tiny.estimate(Cluster(2, 2), settings).activations.blocks
+    kept = {block.kind.split(",")[0]: block.recomputed_bytes for block in blocks}
+    config = transformers_config()
+    block_input = 2 * 64 * config.hidden_size * config.hc_mult * 2
+    choice = 2 * 64 * config.index_topk * 4
+    assert kept == {"sliding": block_input, "HCA": block_input, "CSA": block_input + choice}
+
+
 @pytest.mark.parametrize(
     ("checkpointing", "attention", "expert_parallel"),
     [(0, "eager", 1), (0, "windowed", 1), (1, "windowed", 1), (0, "windowed", 2)],

@@ -26,6 +26,7 @@ from .grouped_unit import fully_shard, refuse_ambiguous_dtypes, refuse_foreign_m
 from .live_precision import differences, read_back
 from .names import canonical_name
 from .plan import IslandUnits, ShardingPlan, UnitPlan, plan_sharding
+from .recomputation import checkpoint
 from .torch_private import require_grouped_units
 
 __all__ = ["parallelize"]
@@ -61,8 +62,9 @@ def parallelize(
         reshard_after_forward: for embedding and blocks, as in ``fully_shard``.
         offload_policy: as in ``fully_shard``.
         activation_checkpointing: recompute each block in backward (non-reentrant), or every n-th if it is a number n,
-            the first block among them; none that does so already. Parameter names then contain
-            ``_checkpoint_wrapped_module``; state dicts do not.
+            the first block among them; none that does so already. A frozen indexer's choice is kept
+            (:mod:`~dsv4_fsdp.recomputation`). Parameter names then contain ``_checkpoint_wrapped_module``; state dicts
+            do not.
         fp32_params: further islands, see :func:`~dsv4_fsdp.contract.contract_of`; an empty collection says that there
             are none, where the model itself lists nothing.
         restore_fp32: upcast islands that are stored below fp32; lost bits do not come back.
@@ -167,7 +169,8 @@ def _checkpoint_blocks(model: nn.Module, plan: ShardingPlan) -> None:
             if isinstance(block, CheckpointWrapper) or getattr(block, "gradient_checkpointing", False):
                 continue  # it recomputes already, by torch's wrapper or by Transformers' own means
             # Containers (ModuleList, ModuleDict) and plain modules alike keep their children by name.
-            parent.register_module(child_name, checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT))
+            wrapper = checkpoint_wrapper(block, CheckpointImpl.NO_REENTRANT, checkpoint_fn=checkpoint)
+            parent.register_module(child_name, wrapper)
 
 
 def _prefetch(units: list[tuple[UnitPlan, FSDPModule]], *, backward: bool) -> None:

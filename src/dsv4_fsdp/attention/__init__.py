@@ -12,6 +12,7 @@ a query sees at most ``sliding_window`` local keys and some compressed entries. 
 seen (:mod:`.windowed`); the indexer's scores come in blocks (:mod:`.compressors`).
 
 - Equal to eager in forward and gradient but for rounding: 1e-5 in fp32, and in bf16 no farther from fp64 than eager is.
+- A block that activation checkpointing runs again does not choose again: :mod:`dsv4_fsdp.recomputation`.
 - Right padding, batches, activation checkpointing, FSDP2 units, generation with Transformers' cache: as with eager.
 - Packed documents (``position_ids`` that restart, no cache): windows, compressed entries and the indexer's choice stay
   inside their document, which eager's compressed entries do not. Where the indexer's scores tie exactly, ``torch.topk``

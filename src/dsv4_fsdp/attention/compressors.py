@@ -6,7 +6,8 @@ indexer scores blocks of queries with the entries that they can see. Where eager
 pooled entries) or of ties (top-k), the operations and their order are eager's.
 
 The indexer reaches the loss through top-k only, so it runs without a graph; and where a query can see no more entries
-than the indexer may choose, it does not run at all.
+than the indexer may choose, it does not run at all. A recomputed block keeps its choice, and its entries if no gradient
+goes through them (:mod:`dsv4_fsdp.recomputation`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import nn
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import apply_rotary_pos_emb
 
 from dsv4_fsdp.chunk_sizes import are_for_cpu
+from dsv4_fsdp.recomputation import keep
 
 from .documents import Documents
 
@@ -51,7 +53,7 @@ def compress_heavily(
         documents: ``None``: each row is one document, from position 0 on.
         cache: the layer's part of a key-value cache; it goes with ``documents=None``.
     """
-    entries = _pooled(compressor, "compressor", hidden_states, documents, cache, overlap=False)
+    entries = _entries(compressor, hidden_states, documents, cache, overlap=False)
     return entries.unsqueeze(1), _visibility(compressor, entries, position_ids, documents, cache, hidden_states)
 
 
@@ -66,13 +68,15 @@ def compress_sparsely(
 ) -> tuple[torch.Tensor, Entries]:
     """CSA: one entry per window and the one before, and the indexer's choice, for a ``DeepseekV4CSACompressor``.
 
-    ``run_indexer()`` calls the indexer as a module, so that its hooks see it.
+    ``run_indexer()`` calls the indexer as a module, so that its hooks see it. A block that runs again leaves the call
+    out where the indexer is frozen; where it is not, a loss of the caller's may hang on it.
     """
-    entries = _pooled(compressor, "compressor", hidden_states, documents, cache, overlap=True)
+    entries = _entries(compressor, hidden_states, documents, cache, overlap=True)
     seen = _visibility(compressor, entries, position_ids, documents, cache, hidden_states)
     # A cached indexer keeps what it is shown, so it must be shown everything.
     if cache is not None or entries.shape[1] > compressor.indexer.index_topk:
-        choice = run_indexer()
+        once = cache is None and _is_frozen(compressor.indexer)
+        choice = keep(compressor.indexer, run_indexer) if once else run_indexer()
         if entries.shape[1] > compressor.indexer.index_topk:
             seen = seen._replace(choice=choice)
     return entries.unsqueeze(1), seen
@@ -123,6 +127,26 @@ def choose_entries(
             chosen = scores.topk(num_chosen, dim=-1).indices
         blocks.append(torch.where((chosen < visible) & (chosen >= first), chosen, -1).int())
     return torch.cat(blocks, dim=1)
+
+
+def _is_frozen(module: nn.Module) -> bool:
+    return not any(param.requires_grad for param in module.parameters())
+
+
+def _entries(
+    compressor: Any, hidden_states: torch.Tensor, documents: Documents | None, cache: Any, *, overlap: bool
+) -> torch.Tensor:
+    """A compressor's entries, pooled in both runs of a recomputed block only if a gradient goes through them.
+
+    With a cache they always are: pooling writes there.
+    """
+
+    def pool() -> torch.Tensor:
+        return _pooled(compressor, "compressor", hidden_states, documents, cache, overlap=overlap)
+
+    if cache is None and not hidden_states.requires_grad and _is_frozen(compressor):
+        return keep(compressor, pool)
+    return pool()
 
 
 def _visibility(

@@ -10,7 +10,8 @@ The fake device is the CPU with Transformers' default expert implementation (``g
 the trainer is told to take, over all positions. Where the embedding is frozen, blocks before the first trainable
 parameter keep nothing, and the block that holds it less than others of its kind, so it is measured by itself.
 
-With activation checkpointing a block keeps its input alone and is run again in backward, so nothing more is measured.
+With activation checkpointing a block keeps its input and what :mod:`dsv4_fsdp.recomputation` keeps of it, a frozen
+indexer's choice above all, and is run again in backward. That the second run makes less of its own is not counted.
 Under expert parallelism a rank's experts see as many rows as they would without, on average.
 """
 
@@ -25,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from dsv4_fsdp import recomputation
 from dsv4_fsdp.alignment import indexer_parameters
 from dsv4_fsdp.chunk_sizes import as_on_an_accelerator
 from dsv4_fsdp.chunked_loss import with_chunked_loss
@@ -53,11 +55,14 @@ class Part:
 
 @dataclass(frozen=True)
 class BlockActivations:
-    """Blocks of one kind: its name, which of the model's blocks (by index) are of it, and one block's bytes."""
+    """Blocks of one kind: its name, which of the model's blocks (by index) are of it, and one block's bytes.
+
+    ``recomputed_bytes`` is what is kept of a block that is run again in backward.
+    """
 
     kind: str
     indices: tuple[int, ...]
-    input_bytes: int
+    recomputed_bytes: int
     part: Part
 
 
@@ -82,12 +87,12 @@ class Activations:
     def kept_by_block(self, index: int, *, checkpointing: bool) -> int:
         """Bytes kept between forward and backward of that block."""
         block = self.of_block(index)
-        return block.input_bytes if checkpointing else block.part.saved_bytes
+        return block.recomputed_bytes if checkpointing else block.part.saved_bytes
 
     def saved_bytes(self, *, checkpointing: int) -> int:
         """All that is kept at the end of the forward; ``checkpointing`` n: every n-th block is recomputed (0: none)."""
         blocks = sum(
-            block.input_bytes if checkpointing and index % checkpointing == 0 else block.part.saved_bytes
+            block.recomputed_bytes if checkpointing and index % checkpointing == 0 else block.part.saved_bytes
             for block in self.blocks
             for index in block.indices
         )
@@ -123,7 +128,7 @@ def measure_activations(
             BlockActivations(
                 names[indices[0]] if names else type(blocks[indices[0]]).__name__,
                 tuple(indices),
-                measured.input_bytes,
+                measured.recomputed_bytes,
                 measured.part,
             )
             for indices, measured in zip(kinds.values(), run[1:-1], strict=True)
@@ -135,7 +140,7 @@ def measure_activations(
 @dataclass(frozen=True)
 class _Measured:
     part: Part
-    input_bytes: int
+    recomputed_bytes: int
 
 
 def _first_reached(model: nn.Module, blocks: Sequence[nn.Module]) -> int:
@@ -223,7 +228,8 @@ def _run(blocks: Sequence[nn.Module], model: nn.Module, batch: int, sequence: in
     """Prelude, the blocks, epilogue."""
     num_parts = len(blocks) + 2
     saved: list[dict[int, int]] = [{} for _ in range(num_parts)]
-    inputs = [0] * num_parts
+    recomputed = [0] * num_parts
+    running: list[recomputation.Run] = []
     forward_marks: list[int] = []
     backward_marks: dict[int, int] = {}  # part -> when its backward begins
     ledger = _Ledger()
@@ -253,18 +259,22 @@ def _run(blocks: Sequence[nn.Module], model: nn.Module, batch: int, sequence: in
                 for tensor in tensors:
                     number = ledger.number_of(tensor)
                     if tensor is tensors[0]:  # hidden states
-                        inputs[part] += tensor.untyped_storage().nbytes()
+                        recomputed[part] += tensor.untyped_storage().nbytes()
                         if tensor.requires_grad:
                             tensor.register_hook(begins_in_backward(part - 1))
                     elif number not in known:
                         known.add(number)
                         saved[0][number] = tensor.untyped_storage().nbytes()
                 forward_marks.append(ledger.mark())
+                running.append(recomputation.contexts()[0])
+                running[-1].__enter__()
 
             return hook
 
         def after(part: int) -> Callable[..., None]:
             def hook(_: nn.Module, args: Any, output: Any) -> None:
+                running[-1].__exit__()
+                recomputed[part] += running.pop().kept_bytes
                 if part == num_parts - 2:
                     for leaf in pytree.tree_leaves(output):
                         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
@@ -298,7 +308,7 @@ def _run(blocks: Sequence[nn.Module], model: nn.Module, batch: int, sequence: in
                     ledger.peak(forward_marks[part], forward_marks[part + 1]),
                     ledger.peak(start, end, without=gradients),
                 ),
-                inputs[part] if part in backward_marks else 0,
+                recomputed[part] if part in backward_marks else 0,
             )
         )
     return measured

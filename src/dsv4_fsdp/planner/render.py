@@ -137,7 +137,7 @@ def _activation_table(estimate: Estimate) -> Table:
         peaks = block.part.forward_peak_bytes, block.part.backward_peak_bytes
         recomputed = [i for i in block.indices if checkpointing and i % checkpointing == 0]
         if recomputed:
-            add(block.kind, len(recomputed), block.input_bytes, *peaks)
+            add(block.kind, len(recomputed), block.recomputed_bytes, *peaks)
         if len(recomputed) < len(block.indices):
             label = f"{block.kind}, kept" if checkpointing else block.kind
             add(label, len(block.indices) - len(recomputed), block.part.saved_bytes, *peaks)
