@@ -1,5 +1,7 @@
 """Eager attention against windowed attention: one layer's forward and backward, by layer type and sequence length.
 
+The second table is of a layer that activation checkpointing runs again: torch's, and ours, which keeps the choice.
+
     python benchmarks/attention.py                        # 1K to 16K tokens; eager up to 4K
     python benchmarks/attention.py --lengths 1024 4096 --repeats 3
 
@@ -13,6 +15,7 @@ inputs.
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,11 +32,13 @@ from measuring import (
     spread,
     table,
 )
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from transformers import DeepseekV4Config
 from transformers.masking_utils import create_sliding_window_causal_mask
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Attention, DeepseekV4RotaryEmbedding
 
 from dsv4_fsdp.attention import IMPLEMENTATION
+from dsv4_fsdp.recomputation import checkpoint
 
 LAYER_TYPES = ("sliding_attention", "heavily_compressed_attention", "compressed_sparse_attention")
 
@@ -61,8 +66,18 @@ def config_of(implementation: str, **over: Any) -> Any:
     return DeepseekV4Config(**(values | over))
 
 
-def layer_step(implementation: str, layer_type: str, num_tokens: int, *, dtype: torch.dtype) -> Callable[[], object]:
-    """A function that runs the mask, the layer's forward and its backward once; the same weights for all sides."""
+def layer_step(
+    implementation: str,
+    layer_type: str,
+    num_tokens: int,
+    *,
+    dtype: torch.dtype,
+    run: Callable[..., Any] = lambda layer, **kwargs: layer(**kwargs),
+) -> Callable[[], object]:
+    """A function that runs the mask, the layer's forward and its backward once; the same weights for all sides.
+
+    ``run`` calls the layer: by a checkpointing function, if it is one.
+    """
     torch.manual_seed(0)
     config = config_of(implementation)
     layer = DeepseekV4Attention(config, LAYER_TYPES.index(layer_type)).to(dtype)
@@ -76,7 +91,9 @@ def layer_step(implementation: str, layer_type: str, num_tokens: int, *, dtype: 
 
     def step() -> None:
         mask = create_sliding_window_causal_mask(config, hidden, None, None, position_ids=positions)
-        output, _ = layer(hidden, position_embeddings=tables, position_ids=positions, attention_mask=mask)
+        output, _ = run(
+            layer, hidden_states=hidden, position_embeddings=tables, position_ids=positions, attention_mask=mask
+        )
         output.square().mean().backward()
         for tensor in (hidden, *layer.parameters()):
             tensor.grad = None
@@ -119,6 +136,19 @@ def attention_table(results: Results) -> str:
     return table([*header, "time exponent", "memory exponent"], rows)
 
 
+def recomputation_table(lengths: Sequence[int], *, repeats: int, dtype: torch.dtype = torch.float32) -> str:
+    """The table as Markdown: a layer with a frozen indexer that runs again in backward."""
+    layer_type = "compressed_sparse_attention"
+    rows = []
+    for num_tokens in lengths:
+        ways = (checkpoint, functools.partial(torch_checkpoint, use_reentrant=False))
+        steps = [layer_step(IMPLEMENTATION, layer_type, num_tokens, dtype=dtype, run=way) for way in ways]
+        ours, theirs = measure_alternating(steps, repeats=repeats)
+        ratio = statistics.median(paired_ratio(ours.seconds, theirs.seconds))
+        rows.append([layer_type, str(num_tokens), spread(ours.seconds), spread(theirs.seconds), f"{ratio:.2f}"])
+    return table(["recomputed layer", "tokens", "ours s", "torch s", "ours over torch"], rows)
+
+
 def goals(results: Results) -> list[Goal]:
     """The goals at 4,096 tokens, and for the growth up to 16,384, per layer type, as far as they were measured."""
     lines = []
@@ -158,14 +188,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    dtype = getattr(torch, arguments.dtype)
     results = measure_layers(
-        arguments.lengths,
-        eager_up_to=arguments.eager_up_to,
-        repeats=arguments.repeats,
-        dtype=getattr(torch, arguments.dtype),
+        arguments.lengths, eager_up_to=arguments.eager_up_to, repeats=arguments.repeats, dtype=dtype
     )
     packages = ("transformers",)
-    print(page("Attention", __doc__, [attention_table(results)], goals=goals(results), packages=packages), end="")
+    tables = [attention_table(results), recomputation_table(arguments.lengths, repeats=arguments.repeats, dtype=dtype)]
+    print(page("Attention", __doc__, tables, goals=goals(results), packages=packages), end="")
 
 
 if __name__ == "__main__":

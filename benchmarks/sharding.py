@@ -27,7 +27,19 @@ from measuring import ROOT, Goal, keep_memory, page, paired_ratio, spread, table
 
 sys.path.insert(0, str(ROOT / "tests"))
 
-from sharding_ranks import NATIVE, NEMO, OURS, OURS_FUNCTION, SIDES, UNIFORM, Case, Side, measure, save_checkpoint
+from sharding_ranks import (
+    NATIVE,
+    NEMO,
+    OURS,
+    OURS_FUNCTION,
+    OURS_IN_ROOT,
+    SIDES,
+    UNIFORM,
+    Case,
+    Side,
+    measure,
+    save_checkpoint,
+)
 
 from pool import run_ranks
 
@@ -106,7 +118,8 @@ def _cpu(ranks: list[Side]) -> list[float]:
 def goals(results: dict[Case, dict[str, list[Side]]]) -> list[Goal]:
     """The worst case of each ratio that has a goal."""
     lines = []
-    for ours, label in ((OURS, "`parallelize`"), (OURS_FUNCTION, "the function, grouped")):
+    labels = {OURS_IN_ROOT: "islands in the root", OURS: "`parallelize`", OURS_FUNCTION: "the function, grouped"}
+    for ours, label in labels.items():
         for other, limit in ((NEMO, 0.80), (UNIFORM, 1.05)):
             for what, values in (("step time", _wall), ("CPU time", _cpu)):
                 ratios = [

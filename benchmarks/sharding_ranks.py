@@ -25,13 +25,17 @@ from dsv4_fsdp import parallelize
 from dsv4_fsdp.alignment import freeze_indexers
 
 OURS = "dsv4-fsdp, `parallelize`"
+OURS_IN_ROOT = 'dsv4-fsdp, `parallelize(island_units="root")`'
 OURS_FUNCTION = "dsv4-fsdp, `fully_shard_deepseek_v4` grouped"
 OURS_NESTED = "dsv4-fsdp, `fully_shard_deepseek_v4` nested"
 NEMO = "nemo-automodel, `fully_shard_deepseek_v4`"
 NATIVE = "transformers native, fp32 storage, mixed precision"
 UNIFORM = "plain FSDP2, all in bf16 (lower bound, wrong numerics)"
 
-SIDES = {"nemo": (OURS, OURS_FUNCTION, OURS_NESTED, NEMO, UNIFORM), "transformers": (OURS, NATIVE, UNIFORM)}
+SIDES = {
+    "nemo": (OURS, OURS_IN_ROOT, OURS_FUNCTION, OURS_NESTED, NEMO, UNIFORM),
+    "transformers": (OURS, OURS_IN_ROOT, NATIVE, UNIFORM),
+}
 
 
 @dataclass(frozen=True)
@@ -141,8 +145,8 @@ def _shard(name: str, model: nn.Module, case: Case) -> None:
     if name == NATIVE:
         return  # it came sharded
     mesh = mesh_of(case.mesh_shape)
-    if name == OURS:
-        parallelize(model, mesh)
+    if name in (OURS, OURS_IN_ROOT):
+        parallelize(model, mesh, island_units="root" if name == OURS_IN_ROOT else "grouped")
     elif name == UNIFORM:
         freeze_indexers(model)
         for module in [*blocks_of(model), model]:

@@ -112,6 +112,7 @@ HEALTHY: dict[str, Setup] = {
     "ours_with_lora": ours(with_lora),
     "ours_with_cpu_offload": ours(offload_policy=CPUOffloadPolicy(pin_memory=False)),
     "ours_with_checkpointing": ours(activation_checkpointing=True),
+    "ours_with_islands_in_root": ours(island_units="root"),
     "ours_in_fp32": ours(all_fp32, mp_policy=AS_STORED),
     "ours_from_meta": from_meta,
     "ours_tied": lambda kind, mesh: ours(lambda k: whole_model(k, tie_word_embeddings=True))(kind, mesh),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,8 @@ def eight_nemo_blocks(units: str) -> LockstepResult:
             from nemo_automodel.components.models.deepseek_v4.fsdp import fully_shard_deepseek_v4 as function
 
             shard_blocks_head_root(function, model, mesh)
+        elif units == "root":
+            parallelize(model, mesh, island_units="root")
         else:
             shard_blocks_head_root(dsv4_fsdp.fsdp.fully_shard_deepseek_v4, model, mesh, island_units=units)
 
@@ -47,11 +50,11 @@ def eight_nemo_blocks(units: str) -> LockstepResult:
 
 
 def recorded_step(
-    kind: ModelKind, mesh_shape: tuple[int, ...], *, master_weights: bool = False
+    kind: ModelKind, mesh_shape: tuple[int, ...], *, master_weights: bool = False, **kwargs: Any
 ) -> tuple[ShardingPlan, list, list]:
     """The plan, and the collectives of one forward and of one backward, in order."""
     model = with_master_weights(kind) if master_weights else whole_model(kind)
-    plan = parallelize(model, mesh_of(mesh_shape))
+    plan = parallelize(model, mesh_of(mesh_shape), **kwargs)
     batch = tiny_batch(kind, 40, seed=dist.get_rank())
     with Recorder() as forward:
         loss = token_loss(model(input_ids=batch.input_ids).logits, batch)

@@ -181,6 +181,9 @@ def _shard_with_transformers_checkpointing(model: nn.Module, mesh: DeviceMesh) -
     parallelize(model, mesh)
 
 
+_in_root = functools.partial(_parallelize, island_units="root")
+_some = {"meshes": ((3,), (2, 2))}
+
 LINES: dict[str, Line] = {
     "plain": Line(),
     "by_hand": Line(shard=by_hand),
@@ -209,6 +212,25 @@ LINES: dict[str, Line] = {
     "integer_parameters": Line(build=with_integer_parameter),
     "master_weights": Line(build=with_master_weights, reference=whole_model),
     "all_fp32": Line(build=all_fp32, shard=_parallelize(mp_policy=AS_STORED)),
+    "islands_in_root": Line(shard=_in_root()),
+    "islands_in_root_no_reshard": Line(shard=_in_root(reshard_after_forward=False), **_some),
+    "islands_in_root_cpu_offload": Line(shard=_in_root(offload_policy=CPUOffloadPolicy(pin_memory=False)), **_some),
+    "islands_in_root_checkpointing": Line(shard=_in_root(activation_checkpointing=True), **_some),
+    "islands_in_root_accumulate_and_sync_each": Line(
+        shard=_in_root(), lockstep={"accumulate": 3}, grad_tol=1.2e-2, **_some
+    ),
+    "islands_in_root_accumulate_and_sync_last": Line(
+        shard=_in_root(), lockstep={"accumulate": 3, "sync": "last"}, **_some
+    ),
+    "islands_in_root_partly_frozen": Line(shard=_in_root(), build=partly_frozen, **_some),
+    "islands_in_root_lora": Line(shard=_in_root(fp32_params=["lora_A", "lora_B"]), build=with_lora, **_some),
+    "islands_in_root_tied_embeddings": Line(
+        shard=_in_root(),
+        build=functools.partial(whole_model, tie_word_embeddings=True),
+        kinds=("transformers",),
+        **_some,
+    ),
+    "islands_in_root_master_weights": Line(shard=_in_root(), build=with_master_weights, reference=whole_model, **_some),
 }
 
 

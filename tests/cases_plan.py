@@ -30,6 +30,14 @@ def frozen_up_to(num_blocks: int, model: nn.Module) -> nn.Module:
     return model
 
 
+def islands_of_third_block_train() -> nn.Module:
+    """Nothing trains but islands of the third block: backward must come as far as that."""
+    model = tiny_transformers().requires_grad_(False)
+    for name, param in model.named_parameters():
+        param.requires_grad_(".layers.2." in name and param.dtype == torch.float32)
+    return model
+
+
 def tiny_llama(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     """A model without islands, in one dtype throughout."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -81,6 +89,23 @@ LINES: dict[str, Line] = {
     "masters": Line(build=functools.partial(tiny_transformers, TWO_BLOCKS, dtype=torch.float32)),
     "nemo_grouped": Line(build=tiny_nemo, kind="nemo"),
     "nemo_nested": Line(build=tiny_nemo, kind="nemo", kwargs={"island_units": "nested"}),
+    **{
+        f"root_{name}": Line(build=build, kwargs={"island_units": "root", **kwargs})
+        for name, build, kwargs in [
+            ("plain", tiny_transformers, {}),
+            ("no_reshard", tiny_transformers, {"reshard_after_forward": False}),
+            ("checkpointing", tiny_transformers, {"activation_checkpointing": True}),
+            ("embedding_frozen", lambda: frozen_up_to(0, tiny_transformers()), {}),
+            ("three_blocks_frozen", lambda: frozen_up_to(3, tiny_transformers()), {}),
+            ("islands_train", islands_of_third_block_train, {}),
+            ("tied", functools.partial(tiny_transformers, TWO_BLOCKS, tie_word_embeddings=True), {}),
+            ("lora", with_lora, {}),
+            ("masters", functools.partial(tiny_transformers, TWO_BLOCKS, dtype=torch.float32), {}),
+        ]
+    },
+    "islands_train": Line(build=islands_of_third_block_train),
+    "root_nemo": Line(build=tiny_nemo, kind="nemo", kwargs={"island_units": "root"}),
+    "root_llama": Line(build=tiny_llama, kwargs={"island_units": "root"}),
     "llama_bf16": Line(build=tiny_llama),
     "llama_fp32": Line(build=functools.partial(tiny_llama, torch.float32)),
 }

@@ -23,6 +23,7 @@ ON_ALL_MESHES = [
         "ours_with_lora": [(2,)],
         "ours_with_cpu_offload": [(2,)],
         "ours_with_checkpointing": [(2,)],
+        "ours_with_islands_in_root": [(2,)],
         "ours_in_fp32": [(2,)],
         "ours_from_meta": [(2,)],
         "ours_tied": [(2,)],

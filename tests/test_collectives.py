@@ -20,28 +20,33 @@ def _counts(result: LockstepResult) -> dict[str, int]:
 
 
 def test_grouped_units_need_a_third_of_the_collectives_of_nested_units() -> None:
-    """The 8-block NeMo model at 256 tokens on 2 ranks, three ways in one run: NeMo's own, ours nested, ours grouped."""
+    """The 8-block NeMo model at 256 tokens on 2 ranks: NeMo's own, ours nested, grouped, with islands in the root."""
     require_nemo()
-    theirs, nested, grouped = (
-        run_ranks(2, eight_nemo_blocks, units) for units in ("nemo-automodel", "nested", "grouped")
+    theirs, nested, grouped, in_root = (
+        run_ranks(2, eight_nemo_blocks, units) for units in ("nemo-automodel", "nested", "grouped", "root")
     )
     assert _counts(theirs[0]) == {"all_gather": 97, "reduce_scatter": 53, "all_reduce": 4}
     assert _counts(nested[0]) == _counts(theirs[0])
     assert _counts(grouped[0]) == {"all_gather": 36, "reduce_scatter": 19}
     assert_lockstep(grouped)
+    # Per block two all-gathers and a reduce-scatter, as of one dtype, whose embedding and head are in the root (17 and
+    # 9). Here these are units, and the root has two dtypes.
+    assert _counts(in_root[0]) == {"all_gather": 20, "reduce_scatter": 12}
+    assert_lockstep(in_root)
     # Nested units cast what enters and leaves an island, which the unsharded model does not do.
     assert not all(theirs[0].bit_equal)
     assert theirs[0].worst_logit_error == nested[0].worst_logit_error
 
 
+@pytest.mark.parametrize("islands", ["grouped", "root"])
 @pytest.mark.parametrize("mesh", [(2,), (3,), (2, 2)], ids=lambda m: "x".join(map(str, m)))
 @pytest.mark.parametrize("kind", ["transformers", "nemo"])
-def test_islands_travel_in_fp32_and_the_rest_in_bf16(kind: ModelKind, mesh: tuple[int, ...]) -> None:
+def test_islands_travel_in_fp32_and_the_rest_in_bf16(kind: ModelKind, mesh: tuple[int, ...], islands: str) -> None:
     """Each all-gather's dtype and size, and each reduction's, as the plan says for its parameter group."""
     if kind == "nemo":
         require_nemo()
     shard = mesh[-1]
-    for plan, forward, backward in run_ranks(math.prod(mesh), recorded_step, kind, mesh):
+    for plan, forward, backward in run_ranks(math.prod(mesh), recorded_step, kind, mesh, island_units=islands):
         groups = [group for unit in plan.units for group in unit.groups]
         islands = [g for g in groups if all(p.island for p in g.params)]
         assert 0 < len(islands) < len(groups)
@@ -77,7 +82,7 @@ def test_with_master_weights_the_native_override_needs_one_all_gather_per_unit_a
         gathers = Counter(c.kind for c in forward)["all_gather"], Counter(c.kind for c in backward)["all_gather"]
         again = [unit for unit in units if unit.gathers_in_backward]
         assert gathers == (len(units) + others, len(again) + sum(len(unit.groups) - 1 for unit in again))
-        trained = [unit for unit in units if unit.trains]
+        trained = [unit for unit in units if unit.trainable_fqns]
         assert Counter(c.kind for c in backward)["reduce_scatter"] == len(trained)
 
 

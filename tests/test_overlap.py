@@ -14,15 +14,19 @@ from dsv4_fsdp.plan import UnitPlan
 from pool import run_ranks
 
 
+@pytest.mark.parametrize("islands", ["grouped", "root"])
 @pytest.mark.parametrize(
     ("kind", "checkpointing"), [("transformers", False), ("transformers", True), ("nemo", False)], ids=str
 )
-def test_all_groups_of_the_next_unit_are_in_flight_while_one_computes(kind: ModelKind, checkpointing: bool) -> None:
+def test_all_groups_of_the_next_unit_are_in_flight_while_one_computes(
+    kind: ModelKind, checkpointing: bool, islands: str
+) -> None:
     """The recorded order of gathers and computations is the planned one, forward and backward, on each rank."""
     if kind == "nemo":
         require_nemo()
-    for plan, forward, backward in run_ranks(2, step_events, kind, activation_checkpointing=checkpointing):
-        assert any(len(unit.groups) == 2 for unit in plan.units)
+    kwargs = {"activation_checkpointing": checkpointing, "island_units": islands}
+    for plan, forward, backward in run_ranks(2, step_events, kind, **kwargs):
+        assert islands == "root" or any(len(unit.groups) == 2 for unit in plan.units)
         assert forward == _planned_forward(plan)
         # A recomputed block begins twice, its forward and its backward, with nothing gathered in between.
         begun = [event for event, _ in groupby(event for event in backward if event != ("compute", ""))]

@@ -188,6 +188,7 @@ def test_hash_tells_every_input(model: nn.Module) -> None:
         "axes swapped": {"mesh_shape": (4, 1)},
         "compute": {"mp_policy": MixedPrecisionPolicy(torch.float16, torch.float32)},
         "reduce": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)},
+        "islands in the root": {"island_units": "root"},
         "reshard": {"reshard_after_forward": False},
         "reshard to two": {"reshard_after_forward": 2},
         "checkpointing": {"activation_checkpointing": True},
@@ -270,6 +271,8 @@ CASES = [
     ("reshard_to_two", (4,)),
     ("three_blocks_frozen", (2, 2)),
     ("nemo_grouped", (2, 2)),
+    ("root_plain", (2, 2)),
+    ("root_plain", (1,)),
 ]
 
 
@@ -321,7 +324,7 @@ class TestLive:
 
 
 def _skip_without_nemo(line: str) -> None:
-    if line.startswith("nemo"):
+    if "nemo" in line:
         require_nemo()
 
 

@@ -81,13 +81,25 @@ LIVE_CASES: list[tuple[str, tuple[int, ...], str, int]] = [
     ("three_blocks_frozen", (4,), "sgd", 2),
     ("lora", (4,), "adamw", 2),
     ("tied", (4,), "adamw", 2),
+    ("root_plain", (3,), "adamw", 1),
+    ("root_plain", (2, 2), "adamw_8bit", 2),
+    ("root_no_reshard", (2,), "sgd", 1),
+    ("root_checkpointing", (4,), "sgd", 2),
+    ("root_embedding_frozen", (2,), "sgd", 1),
+    ("root_three_blocks_frozen", (2,), "sgd", 1),
+    ("islands_train", (2,), "sgd", 1),
+    ("root_islands_train", (2,), "sgd", 1),
+    ("root_tied", (2,), "sgd", 1),
+    ("root_lora", (2,), "adamw", 1),
+    ("root_masters", (2,), "adamw", 1),
+    ("root_nemo", (2,), "adamw", 1),
 ]
 LIVE_IDS = [f"{line}-{'x'.join(map(str, mesh))}-{optimizer}-ep{ep}" for line, mesh, optimizer, ep in LIVE_CASES]
 
 
 @functools.cache
 def live(line: str, mesh: tuple[int, ...], optimizer: str, expert_parallel: int) -> list[LiveBytes]:
-    if line.startswith("nemo"):
+    if "nemo" in line:
         require_nemo()
     if optimizer == "adamw_8bit":
         pytest.importorskip("torchao.optim")
@@ -618,7 +630,7 @@ nproc: 4
 model: {path: PATH, init: random, storage: fp32}
 data: {kind: pretrain, sequence_length: 64, micro_batch_size: 2, global_batch_size: 16, path: somewhere}
 optimizer: {lr: 1.0e-3, name: muon}
-mesh: {expert_parallel: 2, activation_checkpointing: 2, reshard_after_forward: false}
+mesh: {expert_parallel: 2, activation_checkpointing: 2, reshard_after_forward: false, island_units: root}
 """
 
 
@@ -666,6 +678,7 @@ def test_settings_are_the_configurations_and_flags_win(config_json: str, tmp_pat
         "replicate": 1,
         "expert_parallel": 2,
         "storage": "fp32",
+        "island_units": "root",
         "reshard_after_forward": False,
         "offload": False,
         "activation_checkpointing": 2,

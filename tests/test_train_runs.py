@@ -52,10 +52,10 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         {"mesh.cpu_offload": "true"},
         {"optimizer.name": "adamw_8bit", "mesh.activation_checkpointing": "2"},
         {"optimizer.name": "adamw_bf16_sr", "mesh.expert_parallel": "2"},
-        {"optimizer.name": "muon"},
+        {"optimizer.name": "muon", "mesh.island_units": "root"},
         LORA | {"model.lora.dropout": "0.2"},
     ],
-    ids=["masters-router_bias", "cpu_offload", "adamw_8bit", "adamw_bf16_sr-ep", "muon", "lora-dropout"],
+    ids=["masters-router_bias", "cpu_offload", "adamw_8bit", "adamw_bf16_sr-ep", "muon-root", "lora-dropout"],
 )
 def test_a_stopped_run_goes_on_as_if_it_had_not_been(
     run_ranks: Any, settings: dict[str, str], more: dict[str, str], tmp_path: Path
@@ -69,10 +69,10 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(
 
 
 def test_a_run_goes_on_with_other_ranks_and_meshes(run_ranks: Any, settings: dict[str, str], tmp_path: Path) -> None:
-    """From 2 ranks to 1 to 2 x 2 with dealt experts: the same steps, each once in ``metrics.jsonl``."""
+    """From 2 ranks to 1 to 2 x 2 with dealt experts, islands in the root: the same steps, each once in the metrics."""
     whole = run_ranks(2, run, tmp_path / "whole", settings)[0]
     folder = tmp_path / "cut"
-    hsdp = {"mesh.replicate": "2", "mesh.expert_parallel": "2"}
+    hsdp = {"mesh.replicate": "2", "mesh.expert_parallel": "2", "mesh.island_units": "root"}
     rows = run_ranks(2, run, folder, settings, stop_after=1)[0]
     rows += run_ranks(1, run, folder, settings, stop_after=2)[0]
     rows += run_ranks(4, run, folder, settings | hsdp)[0]

@@ -16,7 +16,7 @@ collectives go away. It cannot merge bf16 storage with fp32 storage, so bf16-sto
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, overload
 
@@ -50,12 +50,13 @@ from .torch_private import (
     grouping_hook,
     has_native_override,
     managed_parameters,
+    move_to_device,
     require_grouped_units,
     settle_dtypes_of_frozen,
     sharded_before,
 )
 
-__all__ = ["ParameterGroup", "fully_shard", "group_rules"]
+__all__ = ["ParameterGroup", "fully_shard", "group_rules", "shard_unit"]
 
 _NARROW = frozenset({torch.bfloat16, torch.float16})
 
@@ -176,6 +177,32 @@ def fully_shard(
             already sharded; this rank is not in the mesh.
         UnsupportedTorch: this torch's FSDP2 cannot hold several parameter groups (torch < 2.12).
     """
+    return shard_unit(
+        module,
+        mesh=mesh,
+        reshard_after_forward=reshard_after_forward,
+        shard_placement_fn=shard_placement_fn,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        ignored_params=ignored_params,
+        fp32_params=fp32_params,
+        restore_fp32=restore_fp32,
+        **torch_kwargs,
+    )
+
+
+def shard_unit(
+    module: nn.Module | list[nn.Module],
+    *,
+    mesh: DeviceMesh | None,
+    mp_policy: MixedPrecisionPolicy,
+    ignored_params: set[nn.Parameter] | None = None,
+    fp32_params: Contract | Iterable[str] | IslandPredicate | None = None,
+    restore_fp32: bool = False,
+    adopted: Sequence[nn.Parameter] = (),
+    **torch_kwargs: Any,
+) -> Any:
+    """:func:`fully_shard`, whose unit also takes ``adopted``: parameters of units inside, which those ignored."""
     require_grouped_units()
     modules = [module] if isinstance(module, nn.Module) else list(module)
     if not modules:
@@ -188,7 +215,7 @@ def fully_shard(
     refuse_sharded_modules(modules, ignored_params)
     if fp32_params is not None and not callable(fp32_params) and not isinstance(fp32_params, (Contract, str)):
         fp32_params = tuple(fp32_params)  # read once: it may be a generator
-    managed = managed_parameters(modules, ignored_params)
+    managed = [*managed_parameters(modules, ignored_params), *adopted]
     names = _first_names(modules)
     homes = {id(param): f"{names[id(param)]} of {_describe(modules)}" for param in managed}
     _refuse_shared_parameters(managed, homes)
@@ -215,6 +242,8 @@ def fully_shard(
 
     def one_group_per_dtype(original: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         state, params, *rest = args
+        params = [*params, *adopted]
+        move_to_device(adopted, rest[3])
         for group in group_rules(rules[id(param)] for param in params):
             members = [params[index] for index in group.indices]
             # rest: modules, mesh_info, post_forward_mesh_info, device, shard_placement_fn, mp_policy, offload_policy
@@ -226,10 +255,7 @@ def fully_shard(
         sharded = torch_fully_shard(
             module,
             mesh=mesh,
-            reshard_after_forward=reshard_after_forward,
-            shard_placement_fn=shard_placement_fn,
             mp_policy=mp_policy,
-            offload_policy=offload_policy,
             ignored_params=ignored_params,
             **torch_kwargs,
         )

@@ -22,10 +22,10 @@ from .contract import IslandPredicate, contract_of, default_mp_policy, model_spe
 from .errors import ShardingError
 from .expert_parallel import average_over_batches, dispatch_experts, sharding_axes
 from .fsdp import fully_shard_deepseek_v4
-from .grouped_unit import fully_shard, refuse_ambiguous_dtypes, refuse_foreign_mesh, refuse_sharded_modules
+from .grouped_unit import refuse_ambiguous_dtypes, refuse_foreign_mesh, refuse_sharded_modules, shard_unit
 from .live_precision import differences, read_back
 from .names import canonical_name
-from .plan import IslandUnits, ShardingPlan, UnitPlan, plan_sharding
+from .plan import IslandUnits, ShardingPlan, UnitPlan, islands_inside, plan_sharding
 from .recomputation import checkpoint
 from .torch_private import require_grouped_units
 
@@ -57,8 +57,11 @@ def parallelize(
         mp_policy: default ``MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32)``. Islands are fp32
             whatever it says. Its ``output_dtype`` and ``cast_forward_inputs`` apply to the root only: inside, tensors
             pass from unit to unit as in the unsharded model.
-        island_units: ``"grouped"``: one unit per block, one parameter group per dtype. ``"nested"``: each island module
-            is a unit of its own (NeMo AutoModel's layout only, more collectives).
+        island_units: how islands are isolated. ``"grouped"``: one unit per block, one parameter group per dtype in it.
+            ``"root"``: the islands of all blocks are the root's: gathered once at the start of a forward and reduced
+            once at the end of backward, two collectives in place of three per block, for as much memory as all islands
+            and their gradients take. ``"nested"``: each island module is a unit of its own (NeMo AutoModel's layout
+            only, more collectives).
         reshard_after_forward: for embedding and blocks, as in ``fully_shard``.
         offload_policy: as in ``fully_shard``.
         activation_checkpointing: recompute each block in backward (non-reentrant), or every n-th if it is a number n,
@@ -107,7 +110,7 @@ def parallelize(
 
     if freeze_indexer:
         freeze_indexers(model)
-    if island_units == "grouped":
+    if island_units != "nested":
         tie_compressors(model)
     if activation_checkpointing:
         _checkpoint_blocks(model, plan)
@@ -115,8 +118,11 @@ def parallelize(
     modules = {canonical_name(name): module for name, module in model.named_modules()}
     common: dict[str, Any] = {} if offload_policy is None else {"offload_policy": offload_policy}
     inner_policy = replace(policy, output_dtype=None)
-    if island_units == "grouped":  # nested units need the cast: each has one dtype, and its neighbours another
+    if island_units != "nested":  # these need the cast: each has one dtype, and its neighbours another
         inner_policy = replace(inner_policy, cast_forward_inputs=False)
+    left_to_root: list[nn.Parameter] = []
+    if island_units == "root":
+        left_to_root = islands_inside([modules[unit.fqn] for unit in plan.units if unit.role == "block"], contract)
     units: list[tuple[UnitPlan, FSDPModule]] = []
     for unit in plan.units:
         if unit.role == "island":
@@ -133,7 +139,10 @@ def parallelize(
         if island_units == "nested" and unit.role in ("block", "root"):
             fully_shard_deepseek_v4(module, **kwargs, island_units="nested")
         else:
-            fully_shard(module, **kwargs, fp32_params=contract)
+            if unit.role == "block" and left_to_root:
+                kwargs["ignored_params"] = set(left_to_root)
+            adopted = left_to_root if unit.role == "root" else []
+            shard_unit(module, **kwargs, fp32_params=contract, adopted=adopted)
         assert isinstance(module, FSDPModule)
         if not unit.unshard_in_backward:
             module.set_unshard_in_backward(False)
@@ -142,7 +151,7 @@ def parallelize(
             average_over_batches(module, expert_mesh)
         units.append((unit, module))
 
-    _prefetch(units, backward=island_units == "grouped")
+    _prefetch(units, backward=island_units != "nested")
     wrong = differences(read_back(model, plan), plan)
     assert not wrong, "fully_shard built something other than the plan: " + "; ".join(wrong[:5])
     return plan

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, pairwise
 from operator import or_
@@ -28,9 +28,9 @@ from .grouped_unit import group_rules
 from .model_layout import ModelLayout, layout_of
 from .names import canonical_name, named_parameters_all
 
-__all__ = ["GroupPlan", "IslandUnits", "ParamPlan", "ShardingPlan", "UnitPlan", "plan_sharding"]
+__all__ = ["GroupPlan", "IslandUnits", "ParamPlan", "ShardingPlan", "UnitPlan", "islands_inside", "plan_sharding"]
 
-IslandUnits = Literal["grouped", "nested"]
+IslandUnits = Literal["grouped", "root", "nested"]
 
 
 @dataclass(frozen=True)
@@ -101,9 +101,9 @@ class UnitPlan:
         return bool(self.reshard_after_forward) and self.unshard_in_backward and self.reached_in_backward
 
     @property
-    def trains(self) -> bool:
-        """Whether any of its parameters is trainable."""
-        return any(param.trainable for group in self.groups for param in group.params)
+    def trainable_fqns(self) -> tuple[str, ...]:
+        """Its trainable parameters."""
+        return tuple(param.fqn for group in self.groups for param in group.params if param.trainable)
 
 
 @dataclass(frozen=True)
@@ -114,14 +114,14 @@ class ShardingPlan:
         mesh_shape: ``(shard,)`` or ``(replicate, shard)``.
         expert_parallel: ranks that the experts of a layer are dealt to; 1 means that each rank computes all of them.
             What a rank holds is then sharded over ``shard / expert_parallel`` ranks.
-        island_units: ``"grouped"`` or ``"nested"``.
+        island_units: ``"grouped"``, ``"root"`` or ``"nested"``.
         activation_checkpointing: whether each block is recomputed in backward; a number n: every n-th, from the first.
         frozen_fqns: parameters that applying the plan freezes (the Lightning Indexer's).
     """
 
     mesh_shape: tuple[int, ...]
     expert_parallel: int
-    island_units: str
+    island_units: IslandUnits
     activation_checkpointing: bool | int
     frozen_fqns: tuple[str, ...]
     units: tuple[UnitPlan, ...]
@@ -145,14 +145,25 @@ class ShardingPlan:
         blocks = [unit for unit in self.units if unit.role == "block"]
         return bool(self.activation_checkpointing) and blocks.index(block) % self.activation_checkpointing == 0
 
+    def trains(self, unit: UnitPlan) -> bool:
+        """Whether ``unit`` reads a trainable parameter: its own, or an island of a block that the root holds.
+
+        Such an island counts for its block and not for the root.
+        """
+        return self.units.index(unit) in _that_train(self.units)
+
     def gradient_arrives_at(self, unit: UnitPlan) -> bool:
         """Whether backward comes to ``unit``: whether it, or what ran before it, trains.
 
         One unit further is gathered, which :attr:`UnitPlan.reached_in_backward` is true of.
         """
         last = self.units.index(unit) + (unit.role == "experts")  # the block around them runs first
-        holds_embedding = self.units[0].role != "embedding" and self.units[-1].trains
-        return holds_embedding or any(earlier.trains for earlier in self.units[: last + 1])
+        return self.embedding_trains_in_root or min(_that_train(self.units), default=len(self.units)) <= last
+
+    @property
+    def embedding_trains_in_root(self) -> bool:
+        """Whether the root may hold a trainable embedding: what goes into the first unit then needs a gradient."""
+        return self.units[0].role != "embedding" and self.trains(self.units[-1])
 
     def collectives_per_step(self, *, micro_batches: int = 1) -> dict[str, int]:
         """How many collectives one optimizer step issues for parameters and gradients, by kind.
@@ -266,6 +277,8 @@ def plan_sharding(
 
     if island_units == "nested":
         _refuse_bare_islands(model, contract)
+    if island_units == "root":
+        planner.leave_to_root(layout.blocks)
     if layout.embedding is not None:
         # The gradient of a plain lookup does not read its weight, so backward need not gather it.
         lookup = _is_plain_lookup(model.get_submodule(layout.embedding))
@@ -287,6 +300,12 @@ def plan_sharding(
         frozen_fqns=tuple(name for name, param in frozen.items() if param.requires_grad),
         units=_mark_reached(units),
     )
+
+
+def islands_inside(blocks: Iterable[nn.Module], contract: Contract) -> list[nn.Parameter]:
+    """The island parameters of ``blocks``, each once, in the order of ``parameters()``."""
+    params = {id(param): param for block in blocks for param in block.parameters()}
+    return [param for param in params.values() if (rule := contract.rule_of(param)) is not None and rule.island]
 
 
 def _is_plain_lookup(embedding: nn.Module) -> bool:
@@ -334,8 +353,8 @@ def _refuse_wrong_expert_parallel(
     problem = None
     if expert_parallel < 1 or shard_size % expert_parallel:
         problem = f"a divisor of the shard axis' size {shard_size}", str(expert_parallel)
-    elif island_units != "grouped":
-        problem = "island_units='grouped'", island_units
+    elif island_units == "nested":
+        problem = "island_units='grouped' or 'root'", repr(island_units)
     elif not layout.experts:
         problem = "a model with an `ep_plan` (Transformers' mixture-of-experts models)", type(model).__name__
     else:
@@ -357,15 +376,16 @@ def _mark_reached(units: list[UnitPlan]) -> tuple[UnitPlan, ...]:
 
     One block further is still gathered, since each unit prefetches the one that ran before it.
     """
+    that_train = _that_train(units)
     # A root without an embedding unit in front may hold a tied embedding, which runs first.
-    reached = units[0].role != "embedding" and units[-1].trains
+    reached = units[0].role != "embedding" and len(units) - 1 in that_train
     # Which block a unit is or runs before: the embedding counts into the first, head and root come after the last.
     block_of = [0] * len(units)
     for index, unit in enumerate(units[:-1]):
         block_of[index + 1] = block_of[index] + (unit.role == "block")
     trains = [False] * (block_of[-1] + 1)
-    for block, unit in zip(block_of, units, strict=True):
-        trains[block] = trains[block] or unit.trains
+    for index, block in enumerate(block_of):
+        trains[block] = trains[block] or index in that_train
     is_reached = list(accumulate(trains, or_, initial=reached))[1:]
     return tuple(
         replace(
@@ -375,6 +395,20 @@ def _mark_reached(units: list[UnitPlan]) -> tuple[UnitPlan, ...]:
         )
         for block, unit in zip(block_of, units, strict=True)
     )
+
+
+def _that_train(units: Sequence[UnitPlan]) -> set[int]:
+    """The indices of units whose modules read trainable parameters.
+
+    Islands of a block that the root holds count for the block: there backward must come to have their gradient.
+    """
+    found = {index for index, unit in enumerate(units[:-1]) if unit.trainable_fqns}
+    blocks = {unit.fqn: index for index, unit in enumerate(units) if unit.role == "block"}
+    for fqn in units[-1].trainable_fqns:
+        parts = fqn.split(".")
+        around = (blocks.get(".".join(parts[:end])) for end in range(1, len(parts)))
+        found.add(next((index for index in around if index is not None), len(units) - 1))
+    return found
 
 
 class _Planner:
@@ -390,6 +424,12 @@ class _Planner:
             self._names.setdefault(id(param), []).append(name)
         self._unit_modules: set[nn.Module] = set()
         self._unit_of: dict[int, str] = {}
+        self._left_to_root: dict[int, nn.Parameter] = {}
+
+    def leave_to_root(self, blocks: Iterable[str]) -> None:
+        """Give the islands inside ``blocks`` to the root, behind its own parameters."""
+        for param in islands_inside([self._model.get_submodule(block) for block in blocks], self._contract):
+            self._left_to_root[id(param)] = param
 
     def groups_inside(self, module_name: str, *, expert_parallel: int = 1) -> tuple[GroupPlan, ...]:
         unit_module = self._model.get_submodule(module_name)
@@ -397,6 +437,9 @@ class _Planner:
         # `fully_shard` walks children before their parent, and each module's own parameters in order.
         for module in _post_order(unit_module, stop_at=self._unit_modules):
             params |= {id(param): param for param in module.parameters(recurse=False)}
+        params = {key: param for key, param in params.items() if key not in self._left_to_root}
+        if unit_module is self._model:
+            params |= self._left_to_root
         self._unit_modules.add(unit_module)
         self._refuse_shared(params)
         self._unit_of |= dict.fromkeys(params, canonical_name(module_name))

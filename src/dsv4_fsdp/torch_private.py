@@ -42,6 +42,7 @@ __all__ = [
     "has_native_override",
     "local_chunk",
     "managed_parameters",
+    "move_to_device",
     "owners_of",
     "parameter_groups",
     "pytree",
@@ -140,6 +141,11 @@ def managed_parameters(modules: Sequence[nn.Module], ignored_params: set[nn.Para
     managed_modules = init._get_managed_modules(tuple(modules), ignored_params)
     params, _ = init._get_managed_states(managed_modules, ignored_params)
     return list(params)
+
+
+def move_to_device(params: Sequence[nn.Parameter], device: torch.device) -> None:
+    """Do with ``params`` what ``fully_shard`` does with a unit's parameters before it shards them."""
+    _init_module()._move_states_to_device(list(params), [], device)
 
 
 def sharded_before(modules: Sequence[nn.Module], ignored_params: set[nn.Parameter] | None) -> list[nn.Module]:

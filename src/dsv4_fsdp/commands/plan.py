@@ -39,6 +39,10 @@ def plan(
     storage: Annotated[
         str | None, typer.Option(metavar="DTYPE", help="bf16, or fp32 for master weights. Default bf16.")
     ] = None,
+    island_units: Annotated[
+        str | None,
+        typer.Option(metavar="HOW", help="grouped, or root: fewer collectives, more memory. Default grouped."),
+    ] = None,
     reshard_after_forward: Annotated[
         str | None, typer.Option(metavar="true|false|N", help="As in fully_shard. Default true.")
     ] = None,
@@ -82,6 +86,7 @@ def plan(
         "replicate": replicate,
         "expert_parallel": expert_parallel,
         "storage": storage,
+        "island_units": island_units,
         "reshard_after_forward": reshard_after_forward,
         "offload": offload,
         "activation_checkpointing": activation_checkpointing,

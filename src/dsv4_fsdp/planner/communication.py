@@ -110,9 +110,8 @@ def collectives(plan: ShardingPlan, dispatch: Dispatch | None = None) -> Iterato
             for unit in stage[1:]:
                 yield from _exchange(plan, unit, dispatch, "forward")
     backward = _Backward(plan, stages, root)
-    # Where the root holds the embedding, what it passes on needs a gradient.
-    root_first = root.trains and running[0].role != "embedding"
-    first = None if root_first else next((u for stage in stages for u in stage if u.trains), None)
+    trained = (u for stage in stages for u in stage if plan.trains(u))
+    first = None if plan.embedding_trains_in_root else next(trained, None)
     yield from backward.arrive(root)
     for stage in reversed(stages):
         block = stage[0]

@@ -250,12 +250,13 @@ class Estimator:
     def plan(self, cluster: Cluster, settings: TrainingSettings) -> ShardingPlan:
         """The plan that ``parallelize`` applies under ``settings``."""
         shape, experts = settings.mesh_shape(cluster), settings.expert_parallel
-        key = (shape, settings.storage, settings.reshard_after_forward, experts)
+        key = (shape, settings.storage, settings.island_units, settings.reshard_after_forward, experts)
         if key not in self._plans:
             made = self._model(settings.storage)
             self._plans[key] = plan_sharding(
                 made.model,
                 mesh_shape=shape,
+                island_units=settings.island_units,
                 reshard_after_forward=settings.reshard_after_forward,
                 expert_parallel=experts,
                 contract=made.contract,

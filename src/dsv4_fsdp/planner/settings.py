@@ -10,12 +10,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 from dsv4_fsdp.errors import Dsv4FsdpError
 
 __all__ = [
     "ATTENTIONS",
+    "ISLAND_UNITS",
     "OPTIMIZERS",
     "STORAGES",
     "Cluster",
@@ -28,6 +29,7 @@ __all__ = [
 
 STORAGES = ("bf16", "fp32")
 ATTENTIONS = ("windowed", "eager")
+ISLAND_UNITS = ("grouped", "root")
 OPTIMIZERS = ("adamw", "adamw_8bit", "adamw_bf16_sr", "muon", "sgd", "sgd-momentum")
 """The trainer's (:mod:`dsv4_fsdp.train.optimizers`), and torch's SGD without and with momentum."""
 
@@ -86,6 +88,7 @@ class TrainingSettings:
         replicate: replicas of the sharded model (HSDP); 1 is plain FSDP.
         expert_parallel: ranks that the experts of a layer are dealt to; 1 means that each rank computes all of them.
         storage: dtype of what is no fp32 island: ``"bf16"``, or ``"fp32"`` for master weights.
+        island_units: one of :data:`ISLAND_UNITS`, see :func:`dsv4_fsdp.parallelize`.
         reshard_after_forward: as in ``fully_shard``, for embedding and blocks.
         offload: FSDP2's ``CPUOffloadPolicy``: shards, gradients and optimizer state in host memory.
         activation_checkpointing: 0 nothing, 1 every block, n every n-th block is recomputed in backward.
@@ -98,6 +101,7 @@ class TrainingSettings:
     replicate: int = 1
     expert_parallel: int = 1
     storage: str = "bf16"
+    island_units: Literal["grouped", "root"] = "grouped"
     reshard_after_forward: bool | int = True
     offload: bool = False
     activation_checkpointing: int = 0
@@ -120,6 +124,7 @@ class TrainingSettings:
             f"{'HSDP' if len(shape) == 2 else 'FSDP'} {'x'.join(map(str, shape))}",
             *([f"EP {self.expert_parallel}"] if self.expert_parallel > 1 else []),
             self.storage,
+            *(["islands in the root"] if self.island_units == "root" else []),
             "reshard" if reshard is True else "no reshard" if reshard is False else f"reshard to {reshard}",
         ]
         if self.activation_checkpointing:
@@ -186,6 +191,7 @@ def resolve(
     # One token has no next token to predict.
     sequence = number("sequence", default=TrainingSettings.sequence, at_least=2)
     storage = choice("storage", STORAGES)
+    island_units = choice("island_units", ISLAND_UNITS)
     optimizer = choice("optimizer", OPTIMIZERS)
     attention = choice("attention", ATTENTIONS)
     memory_gib = _memory(said.get("device_memory_gib"), found)
@@ -211,6 +217,7 @@ def resolve(
         replicate=replicate,
         expert_parallel=expert_parallel,
         storage=storage,
+        island_units=cast(Literal["grouped", "root"], island_units),
         reshard_after_forward=reshard,
         offload=bool(said.get("offload", False)),
         activation_checkpointing=checkpointing,

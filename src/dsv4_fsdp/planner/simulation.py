@@ -37,6 +37,7 @@ def simulate(model: nn.Module, plan: ShardingPlan, *, fp32_params: Sequence[str]
         applied = parallelize(
             model,
             mesh,
+            island_units=plan.island_units,
             reshard_after_forward=True if reshard is None else reshard,
             activation_checkpointing=plan.activation_checkpointing,
             fp32_params=tuple(fp32_params) or None,

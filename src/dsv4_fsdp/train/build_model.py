@@ -135,6 +135,7 @@ def shard_on_meta(
     plan = parallelize(
         model,
         mesh,
+        island_units=config.mesh.island_units,
         reshard_after_forward=config.mesh.reshard_after_forward,
         offload_policy=_offload_policy() if config.mesh.cpu_offload else None,
         activation_checkpointing=config.mesh.activation_checkpointing,

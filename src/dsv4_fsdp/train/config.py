@@ -120,6 +120,7 @@ class MeshConfig(Section):
     Attributes:
         replicate: whole replicas of the sharded model (HSDP); 1 is plain FSDP.
         expert_parallel: ranks that the experts of a layer are dealt to.
+        island_units: ``grouped``, or ``root`` for fewer collectives and more memory: see ``parallelize``.
         reshard_after_forward: free a block's weights after its forward; a number shares them among so many ranks.
         activation_checkpointing: 0 none, 1 every block, n every n-th is recomputed in backward.
         cpu_offload: shards, gradients and optimizer state in host memory.
@@ -129,6 +130,7 @@ class MeshConfig(Section):
 
     replicate: int = Field(default=1, gt=0)
     expert_parallel: int = Field(default=1, gt=0)
+    island_units: Literal["grouped", "root"] = "grouped"
     reshard_after_forward: Annotated[bool | int, BeforeValidator(_number_or_bool)] = True
     activation_checkpointing: Annotated[int, Field(ge=0)] = 0
     cpu_offload: bool = False
