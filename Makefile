@@ -39,6 +39,7 @@ test-torch:
 	[ -x $(TORCH_VENV)/bin/python ] || $(PYTHON) -m venv $(TORCH_VENV)
 	grep -vE '^(torch|setuptools|sympy|mpmath|networkx)==' constraints.txt > $(TORCH_VENV)/constraints.txt
 	echo "torch==$(TORCH)" >> $(TORCH_VENV)/constraints.txt
+	$(TORCH_VENV)/bin/python -m pip install -qq -c constraints.txt --upgrade pip
 	$(TORCH_VENV)/bin/python -m pip install -qq -c $(TORCH_VENV)/constraints.txt \
 		--build-constraint constraints.txt -e ".[train,test]"
 	$(TORCH_VENV)/bin/python -m pip install -qq -c $(TORCH_VENV)/constraints.txt --no-deps nemo-automodel

@@ -9,12 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from cases_faults import full, load_training, save_training, small_windows, step_loss
 from cases_optimizer_and_checkpoint import train
 from cases_parity import mesh_of
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from dsv4_fsdp import parallelize
@@ -24,7 +22,6 @@ from dsv4_fsdp.train.optimizers import (
     OptimizerSettings,
     make_optimizer,
     parameter_groups,
-    reapply_settings,
     set_learning_rate,
 )
 
@@ -37,6 +34,10 @@ def sharded(name: str, mesh_shape: MeshShape, *, seed: int = 0) -> tuple[nn.Modu
     parallelize(model, mesh_of(mesh_shape))
     settings = OptimizerSettings(name=name, lr=1e-3)  # type: ignore[arg-type]
     return model, make_optimizer(parameter_groups(model, settings), settings, seed=5)
+
+
+def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
 def bits(value: Any) -> list[torch.Tensor]:
@@ -213,42 +214,3 @@ def moments_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
             whole = DTensor.from_local(values, param.device_mesh, param.placements, **sharded_like).full_tensor()
             found[f"{name} {key}"] = (type(local).__name__, whole)
     return found
-
-
-def resumed_with_other_settings(name: str, folder: Path) -> dict[str, Any]:
-    """A checkpoint with options by parameter, loaded into other groups (as on another mesh) with another decay."""
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-    model, optimizer = sharded(name, (2,))
-    train(model, optimizer, range(2), seed=0)
-    state, optimizer_state = get_state_dict(model, optimizer, options=options)
-    dcp.save({"model": state, "optimizer": optimizer_state}, checkpoint_id=folder)
-
-    again = small_windows(1)
-    parallelize(again, mesh_of((2,)))
-    settings = OptimizerSettings(name=name, lr=1e-3, weight_decay=0.5, lr_scale={"layers.0": 0.5})  # type: ignore[arg-type]
-    groups = parameter_groups(again, settings)
-    again_optimizer = make_optimizer(groups, settings, seed=5)
-    wanted = options_of(again_optimizer)
-    state, optimizer_state = get_state_dict(again, again_optimizer, options=options)
-    dcp.load({"model": state, "optimizer": optimizer_state}, checkpoint_id=folder)
-    set_state_dict(again, again_optimizer, model_state_dict=state, optim_state_dict=optimizer_state, options=options)
-    after_load = options_of(again_optimizer)
-    reapply_settings(again_optimizer, groups, settings)
-    states = [
-        {n: [b for v in o.state[p].values() for b in bits(v)] for n, p in m.named_parameters() if p.requires_grad}
-        for m, o in ((model, optimizer), (again, again_optimizer))
-    ]
-    return {
-        "groups": (len(optimizer.param_groups), len(groups)),
-        "states equal": all(
-            a.dtype == b.dtype and torch.equal(a, b)
-            for key, tensors in states[0].items()
-            for a, b in zip(tensors, states[1][key], strict=True)
-        ),
-        "lost by loading": after_load != wanted,
-        "back again": options_of(again_optimizer) == wanted,
-    }
-
-
-def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]

@@ -48,14 +48,12 @@ from dsv4_fsdp.errors import Dsv4FsdpError, listing
 from dsv4_fsdp.names import canonical_name, matches_components
 
 __all__ = [
-    "ClipResult",
     "GradientError",
     "MissingGradients",
     "SkippedSteps",
     "StepTotal",
     "StepTotals",
     "TooManySkippedSteps",
-    "clip_and_check",
     "clip_to_norm",
     "loss_scale",
     "refuse_missing_gradients",
@@ -179,29 +177,6 @@ def clip_to_norm(params: Iterable[nn.Parameter], norm: float, max_norm: float) -
             local = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
             local.detach().mul_(coefficient)
     return coefficient
-
-
-@dataclass(frozen=True)
-class ClipResult:
-    """The global norm before clipping, whether it is finite, and what gradients were multiplied by."""
-
-    norm: float
-    finite: bool
-    coefficient: float
-
-
-def clip_and_check(
-    params: Iterable[nn.Parameter], max_norm: float, *, group: dist.ProcessGroup | None = None
-) -> ClipResult:
-    """Measure and clip the gradients of ``params``, with one all-reduce of one number. All ranks of ``group`` call it.
-
-    A loop that uses :class:`StepTotals` has the norm in its one reduction and calls :func:`clip_to_norm` instead.
-    """
-    params = list(params)
-    share = squared_norm_share(params, group=group)
-    dist.all_reduce(share, group=group)
-    norm = math.sqrt(share.item())
-    return ClipResult(norm, math.isfinite(norm), clip_to_norm(params, norm, max_norm))
 
 
 # --- One reduction a step ---------------------------------------------------------------------------------------------

@@ -53,7 +53,6 @@ __all__ = [
     "make_optimizer",
     "parameter_groups",
     "precision_notes",
-    "reapply_settings",
     "set_learning_rate",
 ]
 
@@ -210,19 +209,6 @@ def make_optimizer(
     if settings.name == "muon":
         return Muon(entries, lr=settings.lr)
     return StochasticAdamW(entries, lr=settings.lr, seed=seed)
-
-
-def reapply_settings(
-    optimizer: torch.optim.Optimizer, groups: Sequence[ParameterGroup], settings: OptimizerSettings
-) -> None:
-    """Put this run's settings into the groups of ``optimizer`` again; call it after loading a checkpoint.
-
-    A state dict holds the options of every group as well, and loading replaces this run's by those: a run resumed with
-    another weight decay, or on a machine whose kernel is another, would go on with the old one and not say so.
-    """
-    for entry, group in zip(optimizer.param_groups, groups, strict=True):
-        assert all(a is b for a, b in zip(entry["params"], group.params, strict=True)), "not the optimizer's groups"
-        entry.update(_options(groups, group, settings))
 
 
 def _options(groups: Sequence[ParameterGroup], group: ParameterGroup, settings: OptimizerSettings) -> dict[str, Any]:
