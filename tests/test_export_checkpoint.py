@@ -354,19 +354,18 @@ def lora_model() -> Any:
 
 
 def lora_state(model: Any, *, saves_base: bool) -> dict[str, torch.Tensor]:
-    """Everything under canonical names, as the trainer saves it; or the adapter alone, under peft's names."""
-    state = model.state_dict()
-    if saves_base:
-        return {canonical_name(name): tensor for name, tensor in state.items()}
-    return {name: tensor for name, tensor in state.items() if is_adapter_name(name)}
+    """Under canonical names, as the trainer saves it: everything, or the adapter and the buffers."""
+    frozen = {canonical_name(n) for n, _ in model.named_parameters() if not is_adapter_name(n)}
+    state = {canonical_name(name): tensor for name, tensor in model.state_dict().items()}
+    return {name: tensor for name, tensor in state.items() if saves_base or name not in frozen}
 
 
-@pytest.mark.parametrize("saves_base", [True, False], ids=["whole_state", "adapter_alone"])
+@pytest.mark.parametrize("saves_base", [True, False], ids=["whole_state", "without_base"])
 def test_a_lora_run_exports_an_adapter_that_stock_peft_loads(saves_base: bool, lora_model: Any, tmp_path: Path) -> None:
     """Its keys and dtypes are those of peft's own save; reloaded on the release it gives equal logits."""
     source = release_checkpoint(tmp_path / "source")
     state = lora_state(lora_model, saves_base=saves_base)
-    run = training_checkpoint(tmp_path / "run", lora_model, source=source, state=state)
+    run = training_checkpoint(tmp_path / "run", lora_model, source=source, state=state, leaves_out_base=not saves_base)
     exported = export_checkpoint(run, tmp_path / "export", check=saves_base)
     assert (exported.reloaded is not None) == saves_base
     lora_model.save_pretrained(tmp_path / "by_peft", save_embedding_layers=False)
@@ -377,12 +376,12 @@ def test_a_lora_run_exports_an_adapter_that_stock_peft_loads(saves_base: bool, l
     assert config["base_model_name_or_path"] == str(source)
 
 
-@pytest.mark.parametrize("saves_base", [True, False], ids=["whole_state", "adapter_alone"])
+@pytest.mark.parametrize("saves_base", [True, False], ids=["whole_state", "without_base"])
 def test_a_merge_is_pefts_own_and_leaves_other_tensors_alone(saves_base: bool, lora_model: Any, tmp_path: Path) -> None:
     """Equal to peft's merge of the fp32 model, rounded once; what has no adapter keeps the release's bits."""
     source = release_checkpoint(tmp_path / "source")
     state = lora_state(lora_model, saves_base=saves_base)
-    run = training_checkpoint(tmp_path / "run", lora_model, source=source, state=state)
+    run = training_checkpoint(tmp_path / "run", lora_model, source=source, state=state, leaves_out_base=not saves_base)
     export_checkpoint(run, tmp_path / "export", merge=True, check=False)
     merged = copy.deepcopy(lora_model).float().merge_and_unload().state_dict()
     tensors = loaded(tmp_path / "export")

@@ -267,7 +267,12 @@ def _mtp_tensors(state: dict[str, torch.Tensor], scale_dtype: torch.dtype) -> di
 
 
 def training_checkpoint(
-    folder: Path, model: Any, *, source: Path | None = None, state: dict[str, torch.Tensor] | None = None
+    folder: Path,
+    model: Any,
+    *,
+    source: Path | None = None,
+    state: dict[str, torch.Tensor] | None = None,
+    leaves_out_base: bool = False,
 ) -> Path:
     """A training checkpoint of ``model`` (or a ``PeftModel``), as the trainer lays it out; returns ``folder``.
 
@@ -275,6 +280,7 @@ def training_checkpoint(
     """
     import torch.distributed.checkpoint as dcp
 
+    from dsv4_fsdp.checkpoint_digests import checkpoint_digests
     from dsv4_fsdp.train.tiny_model import byte_tokenizer
 
     is_peft = hasattr(model, "peft_config")
@@ -290,7 +296,8 @@ def training_checkpoint(
     if is_peft:
         model.peft_config["default"].save_pretrained(folder / "model")
     (folder / "config.yaml").write_text("preset: tiny\n")
-    manifest = {"format": 1, "step": 100, "source": None if source is None else str(source)}
+    manifest: dict[str, Any] = {"format": 1, "step": 100, "source": None if source is None else str(source)}
+    manifest["base"] = checkpoint_digests(source) if leaves_out_base and source is not None else None
     (folder / "manifest.json").write_text(json.dumps(manifest))
     return folder
 

@@ -21,7 +21,7 @@ A parameter that the checkpoint stores in fp32 although the model's class list d
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -245,12 +245,13 @@ def fp32_islands(reader: CheckpointReader) -> list[str]:
 
 
 @torch.no_grad()
-def load_checkpoint(model: nn.Module, reader: CheckpointReader) -> LoadReport:
+def load_checkpoint(model: nn.Module, reader: CheckpointReader, *, only: Collection[str] | None = None) -> LoadReport:
     """Fill every parameter and persistent buffer of ``model``, except adapters', from the files of ``reader``.
 
     Args:
         model: sharded or not, with memory allocated (:func:`~dsv4_fsdp.materialize.materialize`). Values are converted
             to each tensor's own dtype, integers exactly.
+        only: names of those to fill, if not all.
 
     Raises:
         CheckpointError: the files lack a tensor of the model, hold one of another shape, or an integer does not fit.
@@ -259,7 +260,7 @@ def load_checkpoint(model: nn.Module, reader: CheckpointReader) -> LoadReport:
     missing = []
     count = 0
     for name, tensor in _tensors(model):
-        if is_adapter_name(name):
+        if is_adapter_name(name) or (only is not None and name not in only):
             continue
         expected = reader.layout.expected.get(name)
         if expected is None or reader.dtype_of(name) is None:

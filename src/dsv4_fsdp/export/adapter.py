@@ -20,19 +20,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from dsv4_fsdp.checkpoint_layout import CheckpointLayout, model_of_folder
+from dsv4_fsdp.checkpoint_layout import model_of_folder
 from dsv4_fsdp.errors import ExportError, listing
 from dsv4_fsdp.names import canonical_name
 
 from .safetensors_writer import SafetensorsWriter
-from .source_checkpoint import SourceCheckpoint
-from .trained_tensors import Spec, TrainedTensors
+from .trained_tensors import TrainedTensors
 
 __all__ = [
     "ADAPTER_CONFIG",
     "ISLANDS_FILE",
     "MergedTensors",
-    "SourceTensors",
     "adapter_keys",
     "peft_model_of",
     "write_adapter",
@@ -106,22 +104,6 @@ def write_adapter(trained: TrainedTensors, folder: Path, *, keys: Mapping[str, s
     return dict(writer.written)
 
 
-class SourceTensors:
-    """The frozen weights of a LoRA run that saved its adapter alone: the source's, in the dtypes of the built model."""
-
-    def __init__(self, source: SourceCheckpoint, model: nn.Module) -> None:
-        self._source = source
-        self._model = model
-        self.specs: dict[str, Spec] = {
-            name: (tensor.dtype, tuple(tensor.shape))
-            for name, tensor in model.state_dict().items()
-            if name in source.names_of
-        }
-
-    def read(self, name: str) -> torch.Tensor:
-        return self._source.tensor(name, self._model).to(self.specs[name][0])
-
-
 class MergedTensors:
     """The tensors of the model without adapter, each with what the adapter adds to it."""
 
@@ -180,20 +162,3 @@ def copy_tokenizer_files(model_folder: Path, folder: Path) -> None:
     for path in sorted(model_folder.iterdir()):
         if path.name not in ("config.json", "generation_config.json", ADAPTER_CONFIG, ISLANDS_FILE):
             shutil.copy2(path, folder)
-
-
-def base_of(source: SourceCheckpoint | None, folder: Path, trained: TrainedTensors) -> TrainedTensors:
-    """The frozen weights: the run's own, or the source's if the run saved its adapter alone.
-
-    Raises:
-        ExportError: neither is there.
-    """
-    model = model_of_folder(folder)
-    if any(name in trained.specs for name in CheckpointLayout(model).expected):
-        return trained
-    if source is None:
-        raise ExportError(
-            "the run saved its adapter alone, and the checkpoint that it started from is not known.\n"
-            "expected: a source checkpoint to merge into\ngot: none\nwhat to do: name it with --source."
-        )
-    return SourceTensors(source, model)

@@ -1,8 +1,8 @@
 """The export of a training checkpoint on disk, in one process without a GPU: what ``dsv4-fsdp export`` does.
 
 A training checkpoint is ``RUN/checkpoints/step-00000100/``: ``manifest.json`` (written last: ``format``, ``step``,
-``source``), ``model/`` (``config.json``, tokenizer files, of a LoRA run ``adapter_config.json``) and ``state/``
-(``torch.distributed.checkpoint``).
+``source``, ``base``), ``model/`` (``config.json``, tokenizer files, of a LoRA run ``adapter_config.json``) and
+``state/`` (``torch.distributed.checkpoint``). Frozen weights that it left to the source come from there.
 """
 
 from __future__ import annotations
@@ -10,18 +10,21 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from dsv4_fsdp.checkpoint_digests import refuse_other_base
 from dsv4_fsdp.checkpoint_layout import CheckpointLayout, model_of_folder
-from dsv4_fsdp.errors import ExportError
+from dsv4_fsdp.contract import widen_meta_islands
+from dsv4_fsdp.errors import CheckpointError, ContractError, ExportError
 from dsv4_fsdp.names import is_adapter_name
 
 from . import adapter as lora
-from .source_checkpoint import SourceCheckpoint
+from .source_checkpoint import SourceCheckpoint, WithFrozen
 from .trained_tensors import CheckpointTensors, Only, TrainedTensors
 from .verify import Reloaded, refuse_what_stock_refuses, verify
 from .write_model import DEFAULT_SHARD_BYTES, Layout, WrittenModel, folder_published_at_end, write_model
@@ -42,11 +45,13 @@ class TrainingCheckpoint:
         folder: where it is.
         step: the optimizer step after which it was saved.
         source: the checkpoint that training started from, ``None`` for a model from scratch.
+        base: digests of the files there, if frozen weights were left to them.
     """
 
     folder: Path
     step: int
     source: Path | None
+    base: Mapping[str, str] | None = None
 
     @property
     def model_folder(self) -> Path:
@@ -112,7 +117,7 @@ def find_checkpoint(path: Path) -> TrainingCheckpoint:
             f"a checkpoint without its model's config.\nexpected: model/config.json\ngot: no such file\n"
             f"where: {folder}\nwhat to do: export another checkpoint."
         )
-    return TrainingCheckpoint(folder, step, None if source is None else Path(source))
+    return TrainingCheckpoint(folder, step, None if source is None else Path(source), manifest.get("base"))
 
 
 def export_checkpoint(
@@ -151,19 +156,14 @@ def export_checkpoint(
             f"an adapter has peft's layout and the dtype it was trained in.\nexpected: {asked} with --merge\n"
             f"got: {asked} of the adapter alone\nwhat to do: add --merge, or leave {asked} away."
         )
-    trained = CheckpointTensors(checkpoint.folder / "state")
+    trained = _tensors(checkpoint, source)
     with folder_published_at_end(target) as folder:
         if checkpoint.is_lora and not merge:
             return _export_adapter(checkpoint, trained, folder, source=source, check=check)
-        tensors: TrainedTensors = trained
+        tensors = trained
         if checkpoint.is_lora:
-            model_folder = checkpoint.model_folder
-            origin = None
-            if source is not None:
-                origin = SourceCheckpoint(source, CheckpointLayout(model_of_folder(model_folder)))
-            base = lora.base_of(origin, model_folder, trained)
-            only_base = Only(base, lambda name: not is_adapter_name(name))
-            tensors = lora.MergedTensors(only_base, trained, lora.peft_model_of(model_folder))
+            only_base = Only(trained, lambda name: not is_adapter_name(name))
+            tensors = lora.MergedTensors(only_base, trained, lora.peft_model_of(checkpoint.model_folder))
 
         def prepare(folder: Path) -> None:
             for file in sorted(checkpoint.model_folder.iterdir()):
@@ -191,7 +191,7 @@ def export_checkpoint(
 
 def _export_adapter(
     checkpoint: TrainingCheckpoint,
-    trained: CheckpointTensors,
+    trained: TrainedTensors,
     folder: Path,
     *,
     source: Path | None,
@@ -205,25 +205,24 @@ def _export_adapter(
     lora.copy_tokenizer_files(checkpoint.model_folder, folder)
     reloaded = None
     if check is not False and source is not None:
-        base_model = peft_model.get_base_model()
-        origin = SourceCheckpoint(source, CheckpointLayout(model_of_folder(checkpoint.model_folder)))
-        size = sum(tensor.nbytes for tensor in base_model.state_dict().values())
+        size = sum(tensor.nbytes for tensor in peft_model.get_base_model().state_dict().values())
         if check or size <= _VERIFIED_BYTES:
-            base = lora.base_of(origin, checkpoint.model_folder, trained)
-            reloaded = verify(_Both(base, trained), folder, adapter=peft_model)
+            reloaded = verify(trained, folder, adapter=peft_model)
     return Exported(checkpoint, source, None, len(written), reloaded)
 
 
-class _Both:
-    """The tensors of ``first``, and those of ``second`` that ``first`` has not."""
-
-    def __init__(self, first: TrainedTensors, second: TrainedTensors) -> None:
-        self._first = first
-        self._second = second
-        self.specs = {**second.specs, **first.specs}
-
-    def read(self, name: str) -> torch.Tensor:
-        return (self._first if name in self._first.specs else self._second).read(name)
+def _tensors(checkpoint: TrainingCheckpoint, source: Path | None) -> TrainedTensors:
+    """The run's tensors: all that the checkpoint holds, and the frozen weights of the source that it left out."""
+    trained = CheckpointTensors(checkpoint.folder / "state")
+    if checkpoint.base is None or source is None:
+        return trained
+    try:
+        model = model_of_folder(checkpoint.model_folder)
+    except ContractError as error:
+        raise ExportError(str(error)) from error
+    widen_meta_islands(model, checkpoint.islands)
+    layout = CheckpointLayout(model)
+    return WithFrozen(trained, SourceCheckpoint(source, layout), model, layout)
 
 
 def _source(checkpoint: TrainingCheckpoint, given: Path | None) -> Path | None:
@@ -235,4 +234,10 @@ def _source(checkpoint: TrainingCheckpoint, given: Path | None) -> Path | None:
             f"says\ngot: {'no config.json in it' if source.exists() else 'no such folder'}\nwhere: {source}\n"
             "what to do: name its new place with --source; untouched tensors are copied from there."
         )
+    if source is not None and checkpoint.base is not None:
+        try:
+            remedy = "name the folder where it is now with --source."
+            refuse_other_base(source, checkpoint.base, held_by=checkpoint.folder, remedy=remedy)
+        except CheckpointError as error:
+            raise ExportError(str(error)) from error
     return source

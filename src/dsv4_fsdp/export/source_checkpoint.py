@@ -23,7 +23,9 @@ from dsv4_fsdp.checkpoint_layout import CheckpointLayout, Source
 from dsv4_fsdp.errors import ExportError
 from dsv4_fsdp.safetensors_headers import TensorHeader, read_header, read_tensor_bytes
 
-__all__ = ["SourceCheckpoint", "same_bits"]
+from .trained_tensors import Spec, TrainedTensors
+
+__all__ = ["SourceCheckpoint", "WithFrozen", "same_bits"]
 
 _INDEX = "model.safetensors.index.json"
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -157,6 +159,31 @@ class SourceCheckpoint:
         tensor = self._opened[path].get_tensor(name)
         assert isinstance(tensor, torch.Tensor)
         return tensor
+
+
+class WithFrozen:
+    """What a training checkpoint holds, and the frozen weights that it left to the source, as training read them.
+
+    Args:
+        model: on the meta device, in the dtypes of the run.
+    """
+
+    def __init__(self, trained: TrainedTensors, source: SourceCheckpoint, model: nn.Module, layout: CheckpointLayout):
+        self._trained = trained
+        self._source = source
+        self._model = model
+        self.specs: dict[str, Spec] = {}  # in the model's order, which the writer goes by
+        for name, tensor in model.state_dict().items():
+            if name in trained.specs:
+                self.specs[name] = trained.specs[name]
+            elif name in source.names_of and not layout.tied.get(name, frozenset()) & trained.specs.keys():
+                self.specs[name] = tensor.dtype, tuple(tensor.shape)
+        self.specs |= trained.specs  # adapters too
+
+    def read(self, name: str) -> torch.Tensor:
+        if name in self._trained.specs:
+            return self._trained.read(name)
+        return self._source.tensor(name, self._model).to(self.specs[name][0])
 
 
 def _files(folder: Path) -> list[Path]:

@@ -225,7 +225,14 @@ class Estimator:
             measured |= {other: self._measured(settings, other) for other in ATTENTIONS if other != settings.attention}
         roles = self.roles(settings, plan)
         state = state_bytes(plan, optimizer=settings.optimizer, roles=roles, buffers=buffer_bytes(model))
-        export, checkpoint = checkpoint_bytes(plan, optimizer=settings.optimizer, buffers=state.buffers, roles=roles)
+        leaves_out_base = self.trained.leaves_out_base
+        export, checkpoint = checkpoint_bytes(
+            plan,
+            optimizer=settings.optimizer,
+            buffers=state.buffers,
+            roles=roles,
+            leaves_out_base=leaves_out_base,
+        )
         return Estimate(
             model=self.name,
             num_parameters=sum(param.numel() for param in model.parameters()),
@@ -242,7 +249,7 @@ class Estimator:
             traffic=traffic(
                 plan, cluster, micro_batches=settings.micro_batches, dispatch=self._dispatch(plan, settings)
             ),
-            host=host_memory(plan, state, cluster, offload=settings.offload),
+            host=host_memory(plan, state, cluster, offload=settings.offload, leaves_out_base=leaves_out_base),
             export_bytes=export,
             checkpoint_bytes=checkpoint,
         )

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from dsv4_fsdp.names import is_adapter_name
 from dsv4_fsdp.plan import GroupPlan, ParamPlan, ShardingPlan, UnitPlan
 
 from .activations import Activations, Part
@@ -422,7 +423,8 @@ class HostMemory:
         offload: pinned shards, gradients and optimizer state of the node's ranks, with CPU offload.
         load_whole: every rank of the node builds the whole model with ``from_pretrained`` and shards it then.
         load_streamed: built on meta and filled tensor by tensor: the largest one, for each rank of the node.
-        save_sharded: a copy of the shards and the optimizer state of the node's ranks (DCP, asynchronous).
+        save_sharded: a copy of what a checkpoint holds of the node's ranks: shards and optimizer state (DCP,
+            asynchronous).
         export: the whole model, on the first node only.
     """
 
@@ -433,8 +435,10 @@ class HostMemory:
     export: int
 
 
-def host_memory(plan: ShardingPlan, state: StateBytes, cluster: Cluster, *, offload: bool) -> HostMemory:
-    """See :class:`HostMemory`."""
+def host_memory(
+    plan: ShardingPlan, state: StateBytes, cluster: Cluster, *, offload: bool, leaves_out_base: bool = False
+) -> HostMemory:
+    """See :class:`HostMemory` and, for ``leaves_out_base``, :func:`checkpoint_bytes`."""
     local_ranks = min(cluster.ranks, cluster.ranks_per_node)
     weights, _ = checkpoint_bytes(plan, optimizer="sgd", buffers=state.buffers)
     largest = max(
@@ -443,28 +447,48 @@ def host_memory(plan: ShardingPlan, state: StateBytes, cluster: Cluster, *, offl
     parameters = state.parameters + state.island_parameters
     optimizer = state.optimizer + state.island_optimizer
     pinned = parameters + state.gradients + state.island_gradients + optimizer
+    left_out = sum(
+        _padded_numel(plan, unit, param) * _itemsize(group.storage)
+        for unit, group, param in _parameters(plan)
+        if leaves_out_base and _is_frozen_weight(param)
+    )
     return HostMemory(
         offload=local_ranks * pinned if offload else 0,
         load_whole=local_ranks * weights,
         load_streamed=local_ranks * largest,
-        save_sharded=local_ranks * (parameters + optimizer),
+        save_sharded=local_ranks * (parameters - left_out + optimizer),
         export=weights,
     )
 
 
 def checkpoint_bytes(
-    plan: ShardingPlan, *, optimizer: str, buffers: int, roles: Roles | None = None
+    plan: ShardingPlan,
+    *,
+    optimizer: str,
+    buffers: int,
+    roles: Roles | None = None,
+    leaves_out_base: bool = False,
 ) -> tuple[int, int]:
-    """Bytes on disk: of the weights alone (an export), and with the optimizer's state (to resume)."""
-    weights = states = 0
+    """Bytes on disk: of all weights (an export), and of a training checkpoint with the optimizer's state.
+
+    Args:
+        leaves_out_base: the training checkpoint leaves frozen weights to the one that the run started from.
+    """
+    weights = left_out = states = 0
     for _, group, param in _parameters(plan):
         itemsize = _itemsize(group.storage)
         numel = math.prod(param.shape)
         weights += numel * itemsize
+        if leaves_out_base and _is_frozen_weight(param):
+            left_out += numel * itemsize
         if param.trainable:
             algorithm = algorithm_of(optimizer, param, roles, num_shards=plan.mesh_shape[-1])
             states += optimizer_state_bytes(algorithm, local_numel=numel, itemsize=itemsize)
-    return weights + buffers, weights + buffers + states
+    return weights + buffers, weights - left_out + buffers + states
+
+
+def _is_frozen_weight(param: ParamPlan) -> bool:
+    return not param.trainable and not is_adapter_name(param.fqn)
 
 
 def buffer_bytes(model: nn.Module) -> int:

@@ -37,6 +37,7 @@ __all__ = [
     "ShardedModel",
     "build_on_meta",
     "fill",
+    "frozen_weights",
     "prepare",
     "shard_on_meta",
     "source_of",
@@ -180,7 +181,8 @@ def fill(
     """Give the model memory on ``device`` and its values; what was read, if anything was.
 
     Args:
-        later: only memory; the caller reads a training checkpoint into it.
+        reader: of the checkpoint to start from; if ``later``, of the one that the frozen weights come from.
+        later: the caller reads a training checkpoint into it; here only the frozen weights, if there is a ``reader``.
 
     Raises:
         CheckpointError: see :func:`~dsv4_fsdp.checkpoint_loading.load_checkpoint`.
@@ -190,7 +192,7 @@ def fill(
     materialize(model, "cpu" if config.mesh.cpu_offload else device, buffer_device=device)
     report = None
     if later:
-        return None
+        return None if reader is None else load_checkpoint(model, reader, only=frozen_weights(model))
     if reader is None:
         initialize(model, seed=config.seed)
     else:
@@ -198,6 +200,12 @@ def fill(
         initialize_adapters(model, seed=config.seed)
     refuse_uninitialized(model)
     return report
+
+
+def frozen_weights(model: nn.Module) -> frozenset[str]:
+    """Names of the parameters that a run leaves as its checkpoint has them. Frozen adapters do not come from one."""
+    names = {canonical_name(name): param for name, param in model.named_parameters()}
+    return frozenset(n for n, param in names.items() if not param.requires_grad and not is_adapter_name(n))
 
 
 def _offload_policy() -> CPUOffloadPolicy:

@@ -51,6 +51,12 @@ class SavedCheckpoint:
         return int(self.manifest["world_size"])
 
     @property
+    def base(self) -> dict[str, str] | None:
+        """Digests of the checkpoint that holds the frozen weights; ``None`` if this one holds all."""
+        found = self.manifest.get("base")
+        return None if found is None else {str(name): str(digest) for name, digest in found.items()}
+
+    @property
     def config_text(self) -> str:
         """The configuration of the run that wrote it, YAML."""
         return (self.path / "config.yaml").read_text()

@@ -3,10 +3,15 @@
 **On disk.** One folder a checkpoint::
 
     RUN/checkpoints/step-00000100/
-        manifest.json   written last: format, step, source, world_size, mesh, plan_hash, optimizer, torch, files (sizes)
+        manifest.json   written last: format, step, source, base, world_size, mesh, plan_hash, optimizer, torch, files
+                        (sizes)
         config.yaml     the run's resolved configuration
         model/          what goes with the weights: config.json, tokenizer, ...
         state/          DCP: weights, optimizer, counters, random states (:mod:`dsv4_fsdp.train.checkpoint_state`)
+
+**Frozen weights** that were read from the model's checkpoint (LoRA's base) are left there: ``manifest.json`` says where
+it was (``source``) and by which digests to know it (``base``, :mod:`dsv4_fsdp.checkpoint_digests`; ``null`` if nothing
+was left out). A run that resumes reads them from where its own configuration says, before :meth:`Checkpoints.load`.
 
 **Publishing.** All ranks write into ``.tmp-step-...``; every file is on the disk (fsync) before the manifest is, and
 the manifest before one rename gives the folder its name. So a name without a dot is a whole checkpoint, unless somebody
@@ -33,7 +38,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -45,6 +50,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
+from dsv4_fsdp.checkpoint_digests import checkpoint_digests, refuse_other_base
 from dsv4_fsdp.errors import listing
 
 from .checkpoint_folder import (
@@ -71,7 +77,15 @@ from .checkpoint_state import (
     seed_random,
 )
 
-__all__ = ["CheckpointError", "Checkpoints", "Contents", "SavedCheckpoint", "latest_checkpoint", "read_checkpoint"]
+__all__ = [
+    "Base",
+    "CheckpointError",
+    "Checkpoints",
+    "Contents",
+    "SavedCheckpoint",
+    "latest_checkpoint",
+    "read_checkpoint",
+]
 
 _TEMPORARY, _REPLACED, _REMOVING = ".tmp-", ".replaced-", ".removing-"
 # Longer than one rank's disk may keep the others waiting. A rank that dies is noticed at once all the same.
@@ -88,6 +102,19 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
+class Base:
+    """What a training checkpoint leaves to the checkpoint that the run started from.
+
+    Attributes:
+        digests: that checkpoint's (:func:`~dsv4_fsdp.checkpoint_digests.checkpoint_digests`).
+        names: of the parameters, which nothing changes.
+    """
+
+    digests: Mapping[str, str]
+    names: frozenset[str]
+
+
+@dataclass(frozen=True)
 class Contents:
     """What a checkpoint says about its run, the same at each save.
 
@@ -97,6 +124,7 @@ class Contents:
         mesh: axis name -> size.
         plan_hash: of the sharding plan.
         source: path of the model that the run started from; ``None`` if from scratch.
+        base: what is left to the files there; ``None`` if nothing is.
     """
 
     config_text: str
@@ -104,6 +132,7 @@ class Contents:
     mesh: Mapping[str, int]
     plan_hash: str
     source: str | None
+    base: Base | None = None
 
 
 class Checkpoints:
@@ -152,6 +181,25 @@ class Checkpoints:
         self.finish()
         return self._on_first("find the newest checkpoint", find)
 
+    def base_digests(self, folder: Path, checkpoint: SavedCheckpoint | None) -> dict[str, str]:
+        """Digests of the model's checkpoint in ``folder``, from which the frozen weights are going to be read.
+
+        Args:
+            checkpoint: that the run resumes from, if it does.
+
+        Raises:
+            CheckpointError: on all ranks alike. There is none, or not the one that ``checkpoint`` needs.
+        """
+        with self._alike(f"read the checkpoint {folder}"):
+            if checkpoint is None or checkpoint.base is None:
+                return checkpoint_digests(folder)
+            remedy = (
+                f"name its folder with --model.path (it was {checkpoint.manifest.get('source')}), or fetch the same "
+                "files again. The training checkpoint is as it was."
+            )
+            refuse_other_base(folder, checkpoint.base, held_by=checkpoint.path, remedy=remedy)
+            return checkpoint.base
+
     # --- Writing ------------------------------------------------------------------------------------------------------
 
     def save(
@@ -181,6 +229,8 @@ class Checkpoints:
         optimizers = _as_list(optimizers)
         with self._alike(f"collect the state of step {step}"):
             entries = model_entries(model)
+            for name in frozenset() if contents.base is None else contents.base.names:
+                del entries[f"model.{name}"]
             entries |= optimizer_entries(model, optimizers)
             groups = group_entries(model, optimizers)
             entries[OPTIMIZER_GROUPS] = groups
@@ -192,6 +242,7 @@ class Checkpoints:
             "format": FORMAT,
             "step": step,
             "source": contents.source,
+            "base": None if contents.base is None else dict(contents.base.digests),
             "world_size": self._world_size,
             "mesh": dict(contents.mesh),
             "plan_hash": contents.plan_hash,
@@ -321,13 +372,22 @@ class Checkpoints:
     # --- Reading ------------------------------------------------------------------------------------------------------
 
     def load(
-        self, checkpoint: SavedCheckpoint, model: nn.Module, optimizers: Optimizers, *, seed: int
+        self,
+        checkpoint: SavedCheckpoint,
+        model: nn.Module,
+        optimizers: Optimizers,
+        *,
+        seed: int,
+        filled: Collection[str] = (),
     ) -> dict[str, Any]:
         """Read ``checkpoint`` into ``model`` and the freshly made ``optimizers``; return the ``train`` values of
         its :meth:`save`.
 
         The number of ranks and the mesh may be others. Random states are restored on the same number of ranks; on
         another, the generators are seeded from (``seed``, step, rank), which is said in a note.
+
+        Args:
+            filled: names of parameters that have their values already: the checkpoint may have left them out.
 
         Raises:
             CheckpointError: on all ranks alike, before anything was changed: the checkpoint is of another model or
@@ -339,7 +399,8 @@ class Checkpoints:
         where = f"the checkpoint {checkpoint.path} does not fit this run"
         with self._alike(where):
             saved = read_metadata(state)
-            weights = model_entries(model)
+            left_out = {f"model.{name}" for name in filled} - saved.keys()
+            weights = {name: entry for name, entry in model_entries(model).items() if name not in left_out}
             self._refuse(where, mismatches(weights, saved, prefix="model.", owner="model"))
             groups = group_entries(model, optimizers)
             kinds = sorted({group["kind"] for group in groups})

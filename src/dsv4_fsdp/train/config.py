@@ -113,6 +113,12 @@ class ModelConfig(Section):
     experts: Literal["auto", "eager", "grouped_mm", "batched_mm"] = "auto"
     allow_downcast_islands: bool = False
 
+    @property
+    def leaves_out_base(self) -> bool:
+        """Whether training checkpoints leave frozen weights to the checkpoint in ``path``. Not of a run that freezes
+        nothing but the indexer, as all do: its checkpoints are to need no other files."""
+        return self.init == "checkpoint" and (self.train == "lora" or bool(self.freeze))
+
 
 class MeshConfig(Section):
     """How the ranks share the model.

@@ -51,8 +51,8 @@ from dsv4_fsdp.live_precision import precision_table, read_back
 from dsv4_fsdp.materialize import refuse_uninitialized
 from dsv4_fsdp.names import canonical_name
 
-from .build_model import ISLANDS_FILE, ShardedModel, fill, shard_on_meta, source_of
-from .checkpoints import Checkpoints, Contents, SavedCheckpoint
+from .build_model import ISLANDS_FILE, ShardedModel, fill, frozen_weights, shard_on_meta, source_of
+from .checkpoints import Base, Checkpoints, Contents, SavedCheckpoint
 from .config import TrainConfig, flat_settings, to_yaml
 from .export import dry_export, publish_export
 from .gradients import SkippedSteps, StepTotals, clip_to_norm, loss_scale, refuse_missing_gradients
@@ -123,14 +123,16 @@ def _train(config: TrainConfig, folder: RunFolder, ranks: Ranks, stop: StopReque
     if ranks.is_first:
         folder.create(config)
     ranks.wait()
-    run = _prepare(config, folder, ranks, stop)
-    say = run.say
     checkpoints = Checkpoints(
         folder.checkpoints, keep=config.checkpoint.keep, asynchronous=config.checkpoint.asynchronous
     )
     latest = checkpoints.latest()
-    sharded = _build(run, latest)
+    digests = _base_digests(config, checkpoints, latest)
+    run = _prepare(config, folder, ranks, stop)
+    say = run.say
+    sharded = _build(run, latest, digests)
     model = sharded.model
+    base = None if digests is None else Base(digests, frozen_weights(model))
     alignment = tie_compressors(model)  # the ties that parallelize() made
 
     islands = {p.fqn for unit in sharded.plan.units for group in unit.groups for p in group.params if p.island}
@@ -142,7 +144,7 @@ def _train(config: TrainConfig, folder: RunFolder, ranks: Ranks, stop: StopReque
 
     state: dict[str, Any] = {"step": 0, "skipped_steps": 0, "tokens": 0, "data": run.batches.digest}
     if latest is not None:
-        state = _resume(run, checkpoints, latest, sharded, optimizer)
+        state = _resume(run, checkpoints, latest, sharded, optimizer, base)
     if ranks.is_first:
         folder.keep_metrics(state["step"])
         # An export that is there is of a run that ended with fewer steps; it must not pass for what comes out now.
@@ -156,6 +158,7 @@ def _train(config: TrainConfig, folder: RunFolder, ranks: Ranks, stop: StopReque
         mesh=ranks.axes,
         plan_hash=sharded.plan.hash,
         source=None if source is None else str(source),
+        base=base,
     )
     training = _Training(
         run=run,
@@ -199,10 +202,23 @@ def _prepare(config: TrainConfig, folder: RunFolder, ranks: Ranks, stop: StopReq
     return _Run(config, folder, ranks, batches, tokenizer)
 
 
-def _build(run: _Run, latest: SavedCheckpoint | None) -> ShardedModel:
-    """The model, sharded as all ranks agree, and filled unless ``latest`` is to be read into it."""
+def _base_digests(
+    config: TrainConfig, checkpoints: Checkpoints, latest: SavedCheckpoint | None
+) -> dict[str, str] | None:
+    """Digests of the model's checkpoint if this run's checkpoints leave frozen weights to it.
+
+    A run that goes on from one that holds all of them (it did not read the other) writes such again.
+    """
+    source = source_of(config.model)
+    if source is None or not config.model.leaves_out_base or (latest is not None and latest.base is None):
+        return None
+    return checkpoints.base_digests(source, latest)
+
+
+def _build(run: _Run, latest: SavedCheckpoint | None, digests: dict[str, str] | None) -> ShardedModel:
+    """The model, sharded as all ranks agree, and filled except with what is to be read from ``latest``."""
     config, folder, ranks, say = run.config, run.folder, run.ranks, run.say
-    source = source_of(config.model) if latest is None else None
+    source = source_of(config.model) if latest is None or digests is not None else None
     with nullcontext() if source is None else CheckpointReader(source) as reader:
         if reader is not None:
             # Each rank reads the headers for itself: it needs them, and a file that only one cannot see is found.
@@ -218,14 +234,17 @@ def _build(run: _Run, latest: SavedCheckpoint | None) -> ShardedModel:
         )
         model, plan = sharded.model, sharded.plan
         _refuse_wrong_vocabulary(model, run.batches)
-        ranks.agree({"sharding plan": plan.hash, "data": run.batches.digest})
+        base = hashlib.sha256(json.dumps(digests).encode()).hexdigest()
+        ranks.agree({"sharding plan": plan.hash, "data": run.batches.digest, "digest of frozen weights": base})
         num_parameters = sum(param.numel() for param in model.parameters())
         size = "1 rank" if ranks.world_size == 1 else f"{ranks.world_size} ranks"
         shape = "" if len(ranks.axes) == 1 else f" ({', '.join(f'{n} {s}' for n, s in ranks.axes.items())})"
         say(f"dsv4-fsdp {__version__}, torch {torch.__version__}: {size} on {ranks.device.type}{shape}")
         say(f"run    {folder.path}")
         kind = type(model).__name__.removeprefix("FSDP")
-        origin = str(source or f"seed {config.seed}") if latest is None else str(latest.path)
+        origin = str(source or f"seed {config.seed}")
+        if latest is not None:
+            origin = str(latest.path) + (f", frozen weights from {source}" if source is not None else "")
         say(f"model  {kind}, {num_parameters:,} parameters, from {origin}")
         for line in _describe_data(run.batches):
             say(textwrap.fill(f"data   {line}", 100, subsequent_indent=" " * 7))
@@ -281,6 +300,7 @@ def _resume(
     latest: SavedCheckpoint,
     sharded: ShardedModel,
     optimizer: torch.optim.Optimizer,
+    base: Base | None,
 ) -> dict[str, Any]:
     """Read ``latest`` into the model and its optimizer; the run's counters.
 
@@ -288,7 +308,8 @@ def _resume(
         CheckpointError: it is of another model or optimizer.
         Dsv4FsdpError: it was trained on other data.
     """
-    state = checkpoints.load(latest, sharded.model, optimizer, seed=run.config.seed)
+    filled = frozenset() if base is None else base.names
+    state = checkpoints.load(latest, sharded.model, optimizer, seed=run.config.seed, filled=filled)
     refuse_uninitialized(sharded.model)
     run.ranks.agree(_buffer_digests(sharded.model))
     if state["data"] != run.batches.digest:

@@ -20,7 +20,7 @@ class RunFolderError(Dsv4FsdpError, RuntimeError):
 
 
 # What may differ when a run is continued: how it runs and what it leaves, not what is learned.
-# A path may: the data's digest is compared by the ranks' data, and the checkpoint holds the weights.
+# A path may: digests are compared, the data's and that of frozen weights; the checkpoint holds the others.
 _MAY_DIFFER = (
     "nproc",
     "steps",
