@@ -59,6 +59,7 @@ def test_a_checkpoint_has_the_documented_layout(published: Path) -> None:
         "format": 1,
         "step": 3,
         "source": None,
+        "base": None,
         "world_size": 2,
         "mesh": {"shard": 2},
         "plan_hash": "0123",

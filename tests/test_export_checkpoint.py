@@ -396,6 +396,26 @@ def test_a_merge_is_pefts_own_and_leaves_other_tensors_alone(saves_base: bool, l
     assert not any(".wq_a." in n or ".wo_b." in n or ".ffn.experts." in n for n in same if not n.startswith("mtp."))
 
 
+def test_a_merge_into_a_frozen_island_of_the_run_is_not_rounded(lora_model: Any, tmp_path: Path) -> None:
+    """A weight that the source stores in fp32 and the class does not list: read from there as the run held it."""
+    name = "model.layers.1.self_attn.q_a_proj.weight"
+
+    def widen(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name] = tensors[name].float() + 2**-20
+
+    source = edit(transformers_checkpoint(tmp_path / "source", model=released_model()), widen)
+    for saves_base in (True, False):
+        state = lora_state(lora_model, saves_base=saves_base)
+        if saves_base:
+            state[name] = state[name].float() + 2**-20
+        run = tmp_path / f"run {saves_base}"
+        training_checkpoint(run, lora_model, source=source, state=state, leaves_out_base=not saves_base)
+        (run / "model" / "islands.json").write_text(json.dumps([name]))
+        export_checkpoint(run, tmp_path / f"export {saves_base}", merge=True, check=False)
+    assert raw(tmp_path / "export False")[name][0] == "F32"
+    assert raw(tmp_path / "export False") == raw(tmp_path / "export True")
+
+
 # --- Finding it -------------------------------------------------------------------------------------------------------
 
 
