@@ -197,6 +197,16 @@ def test_a_checkpoint_that_holds_the_base_is_still_read(
     assert run_ranks(2, run, tmp_path / "cut", settings | more)[0] == whole[2:]
 
 
+def test_another_set_of_frozen_weights_is_refused(run_ranks: Any, settings: dict[str, str], tmp_path: Path) -> None:
+    """What is trained now and was frozen has no moments; what was trained would stand still. On all ranks."""
+    run_ranks(2, run, tmp_path, settings | FREEZE, stop_after=1)
+    fewer, more = "embed_tokens,layers.0", ",".join([*FROZEN, "lm_head"])
+    for error in run_ranks(2, refused, tmp_path, settings | FREEZE | {"model.freeze": fewer}):
+        assert "tensors of the model are not in the checkpoint:\n  - model.layers.1.mlp.experts" in error
+    for error in run_ranks(2, refused, tmp_path, settings | FREEZE | {"model.freeze": more}):
+        assert "1 parameters were trained and now are not (frozen, or left out):\n  - lm_head.weight" in error
+
+
 # --- Another base -----------------------------------------------------------------------------------------------------
 
 
@@ -239,7 +249,7 @@ def moved(base: Path) -> None:
         (other_byte_in_a_header, "- model-00002-of-00003.safetensors: another file under this name\n"),
         (other_weight, ".safetensors: another file under this name\n"),
         (lost_file, "- model-00002-of-00003.safetensors: no such file\n"),
-        (moved, "- there is nothing to audit"),
+        (moved, "- no such folder\n"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

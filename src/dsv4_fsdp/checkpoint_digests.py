@@ -51,21 +51,18 @@ def refuse_other_base(folder: Path, expected: Mapping[str, str], *, held_by: Pat
         held_by: the training checkpoint that they were written down in.
         remedy: what to do about it.
     """
-    try:
+    if folder.is_dir():
         found = checkpoint_digests(folder)
-        got = [f"{name}: {_difference(expected.get(name), found.get(name))}" for name in _differing(expected, found)]
-    except CheckpointError as error:
-        got = [str(error).splitlines()[0]]
+        differing = [name for name in sorted(expected.keys() | found.keys()) if expected.get(name) != found.get(name)]
+        got = [f"{name}: {_difference(expected.get(name), found.get(name))}" for name in differing]
+    else:
+        got = ["no such folder"]
     if got:
         raise CheckpointError(
             f"the frozen weights that {held_by} was trained on are not there; it holds what was trained only.\n"
             f"expected: the checkpoint that the run started from, {len(expected)} files by their digests\n"
             f"got:\n{listing(got)}\nwhere: {folder}\nwhat to do: {remedy}"
         )
-
-
-def _differing(expected: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
-    return [name for name in sorted(expected.keys() | found.keys()) if expected.get(name) != found.get(name)]
 
 
 def _difference(expected: str | None, found: str | None) -> str:
