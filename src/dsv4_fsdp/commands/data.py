@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from dsv4_fsdp.data.token_cache import Counts
 
 __all__ = ["data_app", "prepare_ahead", "preview"]
+
+# Of a packed row, written out.
+_MOST_DOCUMENTS = 4
 
 data_app = typer.Typer(name="data", help="Look at training data, and prepare it.", no_args_is_help=True)
 
@@ -48,6 +52,9 @@ def preview(
     isolate_documents: Annotated[
         bool | None, typer.Option("--isolate-documents", help="pretrain: one document a row.")
     ] = None,
+    pack: Annotated[
+        bool | None, typer.Option("--pack", help="Several documents or conversations a row, kept apart.")
+    ] = None,
     rows: Annotated[int, typer.Option(metavar="N", min=0, help="Rows to show.")] = 2,
     ends: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens to show at each end of a row.")] = 8,
     limit: Annotated[
@@ -69,6 +76,7 @@ def preview(
         "text_field": text_field,
         "text_unit": text_unit,
         "isolate_documents": isolate_documents,
+        "pack": pack,
     }
     try:
         found = _look(config, {name: value for name, value in given.items() if value is not None}, rows, limit)
@@ -133,7 +141,8 @@ def prepare_ahead(
 class _Row:
     """One row: per position the input, its text, the label (-100: none) and its text (then empty).
 
-    ``spans`` is the whole row as text, in stretches of what is learned (``True``) and what is given.
+    ``spans`` is the whole row as text, in stretches of what is learned (``True``) and what is given. ``starts`` are the
+    positions at which documents begin, ``span_documents`` says of each span which of them it is in.
     """
 
     ids: list[int]
@@ -141,6 +150,8 @@ class _Row:
     labels: list[int]
     label_tokens: list[str]
     spans: list[tuple[bool, str]]
+    starts: list[int]
+    span_documents: list[int]
 
 
 @dataclass(frozen=True)
@@ -224,18 +235,24 @@ def _read(config: Path) -> tuple[dict[str, Any], str | None]:
 
 def _as_row(batch: Batch, tokenizer: Any) -> _Row:
     ids, labels = batch.input_ids[0].tolist(), batch.labels[0].tolist()
-    # Whether a token is learned is written at the position before it; the last label is no input.
-    flags = [False, *(label >= 0 for label in labels)]
-    tokens = list(zip([*ids, labels[-1]] if flags[-1] else ids, flags, strict=False))
+    positions = None if batch.position_ids is None else batch.position_ids[0].tolist()
+    starts = [0] if positions is None else [place for place, position in enumerate(positions) if position == 0]
+    spans, span_documents = [], []
+    for document, (start, end) in enumerate(pairwise([*starts, len(ids)])):
+        # Whether a token is learned is written at the position before it; the last label is no input.
+        flags = [False, *(label >= 0 for label in labels[start:end])]
+        own = [*ids[start:end], labels[end - 1]] if flags[-1] else ids[start:end]
+        for flag, group in groupby(zip(own, flags, strict=False), key=lambda pair: pair[1]):
+            spans.append((flag, _printable(tokenizer.decode([id for id, _ in group]))))
+            span_documents.append(document)
     return _Row(
         ids=ids,
         tokens=[_token(tokenizer, id) for id in ids],
         labels=labels,
         label_tokens=["" if id < 0 else _token(tokenizer, id) for id in labels],
-        spans=[
-            (flag, _printable(tokenizer.decode([id for id, _ in group])))
-            for flag, group in groupby(tokens, key=lambda pair: pair[1])
-        ],
+        spans=spans,
+        starts=starts,
+        span_documents=span_documents,
     )
 
 
@@ -261,6 +278,8 @@ def _summary(found: _Found) -> list[RenderableType]:
         cut = " (the first; --limit 0 reads all)" if found.was_cut else ""
         table.add_row("read", f"{counts.read:,} {unit}{cut}")
         table.add_row("rows", f"{counts.rows:,}")
+        if counts.fill_rate is not None:
+            table.add_row("packed", f"{counts.packed:,} documents into the rows, which are {counts.fill_rate:.1%} full")
         if found.kind == "pretrain":
             table.add_row("dropped", f"{counts.dropped_tokens:,} tokens at the end that fill no row")
             table.add_row("", f"{counts.empty:,} documents without text")
@@ -282,7 +301,14 @@ def _row(number: int, row: _Row, *, ends: int) -> list[RenderableType]:
     num = len(row.ids)
     supervised = [label >= 0 for label in row.labels]
     spans = Table.grid(padding=(0, 2))
-    for learned, text in row.spans:
+    for before, document, (learned, text) in zip(
+        [-1, *row.span_documents], row.span_documents, row.spans, strict=False
+    ):
+        if document == _MOST_DOCUMENTS:
+            spans.add_row(Text("..."), Text(f"{len(row.starts) - document} more documents", style="dim"))
+            break
+        if document != before and len(row.starts) > 1:
+            spans.add_row(Text("document"), Text(f"{document + 1}, from position {row.starts[document]}", style="bold"))
         text = _cut(text, 240)
         spans.add_row(
             Text("learned" if learned else "given", style="bold green" if learned else "dim"),
@@ -291,7 +317,7 @@ def _row(number: int, row: _Row, *, ends: int) -> list[RenderableType]:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for heading in ("position", "id", "token", "", "label", "token"):
         table.add_column(heading, justify="left" if heading in ("token", "") else "right", overflow="fold")
-    shown = [*range(min(ends, num)), *range(max(ends, num - ends), num)]
+    shown = sorted(set(_places(row, ends=ends)))
     for before, position in zip([-1, *shown], shown, strict=False):
         if position != before + 1:
             table.add_row("...", "", Text(f"{position - before - 1} more"), "", "", "")
@@ -304,7 +330,18 @@ def _row(number: int, row: _Row, *, ends: int) -> list[RenderableType]:
             str(row.labels[position]),
             Text(_cut(row.label_tokens[position], 30), style="green"),
         )
-    return [Text(f"row {number}: {num} tokens, {sum(supervised)} supervised", style="bold"), spans, table]
+    title = f"row {number}: {num} tokens, {sum(supervised)} supervised"
+    documents = f", {len(row.starts)} documents" if len(row.starts) > 1 else ""
+    return [Text(title + documents, style="bold"), spans, table]
+
+
+def _places(row: _Row, *, ends: int) -> Iterator[int]:
+    """The positions to show: ``ends`` at each end of the row, and those around the first border between documents."""
+    num = len(row.ids)
+    yield from range(min(ends, num))
+    yield from range(max(ends, num - ends), num)
+    if len(row.starts) > 1:
+        yield from range(max(0, row.starts[1] - 2), min(row.starts[1] + 2, num))
 
 
 def _cut(text: str, limit: int) -> str:

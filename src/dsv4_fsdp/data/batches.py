@@ -8,17 +8,20 @@ attention keeps it from every real token, compressed windows included (a window 
 tokens, and is seen by padding only), so no attention mask is needed. Padding on the *left* would be averaged into the
 windows of real tokens.
 
-**Documents** that share a row see each other. Restarting ``position_ids`` would not change that: Transformers'
-DeepSeek-V4 numbers compressed windows from the start of the *row*, so a second document that starts again at position 0
-sees the windows of the first one instead of its own (``test_restarted_positions_do_not_isolate_documents``). There are
-no position ids here for this reason; ``isolate_documents`` gives each document a row of its own.
+**Documents** that are joined into a row see each other; there are no position ids then. Where rows are packed,
+``position_ids`` restart at each document, and windowed attention (:mod:`dsv4_fsdp.attention`) keeps documents apart by
+them: each is computed as if it had a row of its own. Eager attention does not: Transformers' DeepSeek-V4 numbers
+compressed windows from the start of the *row*, so a second document that starts again at position 0 sees the windows
+of the first one instead of its own (``test_restarted_positions_do_not_isolate_documents``). A run refuses the two
+together. Padding behind packed documents is at position 0, token by token: documents of their own, too short for any
+window.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -43,11 +46,14 @@ class Batch:
         input_ids: int64, shape ``(rows, length)``.
         labels: int64, the same shape; the next token, or -100.
         lengths: int64, shape ``(rows,)``: how many tokens of each row are real; padding follows.
+        position_ids: int64, the same shape as ``input_ids``, from 0 at the start of each document and at each token of
+            padding; ``None`` if a row is one document to the model.
     """
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     lengths: torch.Tensor
+    position_ids: torch.Tensor | None = None
 
     @property
     def num_supervised(self) -> int:
@@ -61,15 +67,24 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The same on ``device``."""
-        return Batch(self.input_ids.to(device), self.labels.to(device), self.lengths.to(device))
+        positions = None if self.position_ids is None else self.position_ids.to(device)
+        return Batch(self.input_ids.to(device), self.labels.to(device), self.lengths.to(device), positions)
 
     def without_labels(self) -> Batch:
         """The same tokens with nothing to learn: what a rank runs through while others still have something."""
-        return Batch(self.input_ids, torch.full_like(self.labels, NOT_SUPERVISED), self.lengths)
+        return replace(self, labels=torch.full_like(self.labels, NOT_SUPERVISED))
 
 
-def pad_rows(rows: Sequence[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]], *, pad_id: int) -> Batch:
-    """Rows of (tokens, labels), each pair of one length, as one batch as long as the longest."""
+def pad_rows(
+    rows: Sequence[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]],
+    *,
+    pad_id: int,
+    positions: Sequence[np.ndarray[Any, Any]] | None = None,
+) -> Batch:
+    """Rows of (tokens, labels), each pair of one length, as one batch as long as the longest.
+
+    ``positions`` are those of each row's tokens, if rows are packed.
+    """
     lengths = torch.tensor([len(tokens) for tokens, _ in rows])
     shape = (len(rows), int(lengths.max()))
     input_ids = torch.full(shape, pad_id, dtype=torch.int64)
@@ -77,7 +92,12 @@ def pad_rows(rows: Sequence[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]], 
     for row, (tokens, wanted) in enumerate(rows):
         input_ids[row, : len(tokens)] = torch.from_numpy(tokens.astype(np.int64))
         labels[row, : len(tokens)] = torch.from_numpy(wanted.astype(np.int64))
-    return Batch(input_ids, labels, lengths)
+    if positions is None:
+        return Batch(input_ids, labels, lengths)
+    position_ids = torch.zeros(shape, dtype=torch.int64)
+    for row, own in enumerate(positions):
+        position_ids[row, : len(own)] = torch.from_numpy(own)
+    return Batch(input_ids, labels, lengths, position_ids)
 
 
 class Batches(Protocol):
@@ -219,7 +239,12 @@ class RowBatches:
         return batches
 
     def _batch(self, cache: TokenCache, rows: Sequence[int]) -> Batch:
-        return pad_rows([_with_labels(*cache.row(row)) for row in rows], pad_id=self._pad_id)
+        sizes = [cache.document_sizes(row) for row in rows]
+        return pad_rows(
+            [_with_labels(*cache.row(row), sizes=own) for row, own in zip(rows, sizes, strict=True)],
+            pad_id=self._pad_id,
+            positions=[_positions(own) for own in sizes] if cache.is_packed else None,
+        )
 
 
 class StdlibBatches:
@@ -268,13 +293,21 @@ class StdlibBatches:
 
 
 def _with_labels(
-    tokens: np.ndarray[Any, Any], supervised: np.ndarray[Any, Any] | None
+    tokens: np.ndarray[Any, Any], supervised: np.ndarray[Any, Any] | None, *, sizes: Sequence[int]
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """A row's tokens without the last, and for each the one after it, or -100 where that is not supervised."""
-    following = tokens[1:].astype(np.int64)
+    """A row's tokens without the last of each document, and for each the one after it, or -100 where that is not
+    supervised. ``sizes`` are the documents' tokens."""
+    ends = np.cumsum(np.array(sizes, dtype=np.int64))
+    starts = ends - np.array(sizes, dtype=np.int64)
+    following = np.delete(tokens, starts).astype(np.int64)
     if supervised is not None:
-        following[supervised[1:] == 0] = NOT_SUPERVISED
-    return tokens[:-1], following
+        following[np.delete(supervised, starts) == 0] = NOT_SUPERVISED
+    return np.delete(tokens, ends - 1), following
+
+
+def _positions(sizes: Sequence[int]) -> np.ndarray[Any, Any]:
+    """Of each token that :func:`_with_labels` leaves, in its document."""
+    return np.concatenate([np.arange(size - 1, dtype=np.int64) for size in sizes])
 
 
 def _sha256(text: str) -> str:

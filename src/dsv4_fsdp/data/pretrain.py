@@ -1,11 +1,12 @@
 """From documents to rows of tokens.
 
-Each document becomes BOS (if the tokenizer has one), its tokens, EOS. Then, by ``isolate_documents``:
+Each document becomes BOS (if the tokenizer has one), its tokens, EOS. Then:
 
-- *off*: all documents are one stream, cut every ``sequence_length`` tokens. A row takes the next row's first token as
+- all documents are one stream, cut every ``sequence_length`` tokens. A row takes the next row's first token as
   its last label, so every token but the very first is predicted exactly once. What fills no row at the end is dropped
   and counted.
-- *on*: each document is cut by itself, and its last row is short. No row has two documents.
+- with ``isolate_documents`` each document is cut by itself, and its last row is short. No row has two documents;
+- with ``pack`` each document is cut likewise, and the pieces share rows (:mod:`.packing`), where none sees another.
 
 Special tokens are put by position. The text of a document makes none, even where it has the letters of one; tokens that
 the tokenizer has added without marking them as special are found in it, as they are at inference.
@@ -20,6 +21,7 @@ from typing import Any
 
 from .errors import DataError
 from .files import Item, read_json_lines, read_parquet, read_text
+from .packing import Packer
 from .settings import PretrainSettings
 from .token_cache import CacheWriter, Counts
 
@@ -48,7 +50,10 @@ def write_documents(
         raise DataError("data.tokenizer: it has no EOS token, so the ends of documents would be lost")
     before = [] if bos is None else [bos]
     length = settings.sequence_length
-    read = empty = rows = tokens = 0
+    packer = Packer(length=length, write_row=writer.packed_row) if settings.pack else None
+    place = writer.row if packer is None else packer.add
+    cuts_each = settings.isolate_documents or settings.pack
+    read = empty = pieces = tokens = 0
     documents = islice(_documents(files, settings=settings, cache_dir=cache_dir), limit)
     while batch := list(islice(documents, _AT_ONCE)):
         read += len(batch)
@@ -63,13 +68,16 @@ def write_documents(
         for ids in encoded:
             document = [*before, *ids, eos]
             start = writer.tokens(document)
-            if settings.isolate_documents:
+            if cuts_each:
                 for offset in range(0, len(document) - 1, length):
                     size = min(length + 1, len(document) - offset)
-                    writer.row(start + offset, size)
-                    rows += 1
+                    place(start + offset, size)
+                    pieces += 1
                     tokens += size - 1
-    if not settings.isolate_documents:
+    if packer is not None:
+        packer.finish()
+    rows = writer.num_rows
+    if not cuts_each:
         rows = max(0, writer.num_tokens - 1) // length
         tokens = rows * length
         if writer.num_tokens and not rows:
@@ -83,9 +91,11 @@ def write_documents(
         read=read,
         rows=rows,
         empty=empty,
-        dropped_tokens=0 if settings.isolate_documents else writer.num_tokens - 1 - tokens,
+        dropped_tokens=0 if cuts_each else writer.num_tokens - 1 - tokens,
         tokens=tokens,
         supervised=tokens,
+        packed=pieces if settings.pack else 0,
+        room=rows * length if settings.pack else 0,
     )
     writer.finish(counts=counts, notices=(), sequence_length=length)
 

@@ -91,6 +91,10 @@ class RowSettings(Section):
     sequence_length: int = Field(ge=2, description="The longest row, in tokens.")
     global_batch_size: int = Field(gt=0, description="Sequences per optimizer step, over all ranks.")
     micro_batch_size: int = Field(default=1, gt=0, description="Sequences per rank and forward.")
+    pack: bool = Field(
+        default=False,
+        description="Documents or conversations share a row and are kept apart; needs model.attention windowed.",
+    )
     balance_lengths: bool = Field(
         default=False, description="Deal the sequences of a step to ranks by length, so that ranks wait less."
     )
@@ -145,8 +149,9 @@ class RowSettings(Section):
 
 
 class PretrainSettings(RowSettings):
-    """Documents, joined and cut into rows of one length; each starts with BOS and ends with EOS.
+    """Documents, each with BOS at its start and EOS at its end, joined and cut into rows of one length.
 
+    Documents that were joined see each other. With ``pack`` or ``isolate_documents`` none does.
     A ``.txt`` file is one document, or many with ``text_unit``; a line of ``.jsonl`` and a row of ``.parquet`` are one.
     """
 
@@ -165,9 +170,20 @@ class PretrainSettings(RowSettings):
     )
 
     @model_validator(mode="after")
+    def _one_way_to_rows(self) -> PretrainSettings:
+        if self.pack and self.isolate_documents:
+            raise ValueError(
+                "pack lets documents share a row, isolate_documents gives each a row of its own; give one of them "
+                "(no document sees another with either)"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _something_to_balance(self) -> PretrainSettings:
-        if self.balance_lengths and not self.isolate_documents:
-            raise ValueError("balance_lengths has nothing to do: without isolate_documents all rows are equally long")
+        if self.balance_lengths and not self.isolate_documents and not self.pack:
+            raise ValueError(
+                "balance_lengths has nothing to do: without isolate_documents or pack all rows are equally long"
+            )
         return self
 
 

@@ -1,7 +1,8 @@
-"""From conversations to rows of tokens, one row for each.
+"""From conversations to rows of tokens, one row for each; or, with ``pack``, several in a row (:mod:`.packing`).
 
-A row is at most ``sequence_length`` positions, which takes one token more: the label of the last. A longer one is cut
-at its end or left out. If cutting took all that it had to teach, it is left out as well: it would only cost time.
+A row is at most ``sequence_length`` positions, which takes one token more: the label of the last. A longer conversation
+is cut at its end or left out. If cutting took all that it had to teach, it is left out as well: it would only cost
+time.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 from .chat import ChatFormat
 from .errors import DataError
 from .files import read_json_lines
+from .packing import Packer
 from .settings import SftSettings
 from .token_cache import CacheWriter, Counts
 
@@ -30,8 +32,10 @@ def write_conversations(
     chat = ChatFormat(
         tokenizer, template=settings.template, train_on=settings.train_on, keep_reasoning=settings.keep_reasoning
     )
+    packer = Packer(length=settings.sequence_length, write_row=writer.packed_row) if settings.pack else None
+    place = writer.row if packer is None else packer.add
     notices: tuple[str, ...] = ()
-    read = rows = truncated = too_long = without_labels = tokens = learned = 0
+    read = kept = truncated = too_long = without_labels = tokens = learned = 0
     for item in islice(chain.from_iterable(map(read_json_lines, files)), limit):
         try:
             ids, supervised = chat.encode(item.value)
@@ -50,11 +54,13 @@ def write_conversations(
         if not labels:
             without_labels += 1
             continue
-        writer.row(writer.tokens(ids, supervised), len(ids))
-        rows += 1
+        place(writer.tokens(ids, supervised), len(ids))
+        kept += 1
         tokens += len(ids) - 1
         learned += labels
-    if not rows:
+    if packer is not None:
+        packer.finish()
+    if not kept:
         raise DataError(
             f"data.path: {settings.path!r} has no conversation in it"
             if not read
@@ -63,11 +69,13 @@ def write_conversations(
         )
     counts = Counts(
         read=read,
-        rows=rows,
+        rows=writer.num_rows,
         truncated=truncated,
         dropped_too_long=too_long,
         dropped_without_labels=without_labels,
         tokens=tokens,
         supervised=learned,
+        packed=kept if settings.pack else 0,
+        room=writer.num_rows * settings.sequence_length if settings.pack else 0,
     )
     writer.finish(counts=counts, notices=notices, sequence_length=settings.sequence_length)

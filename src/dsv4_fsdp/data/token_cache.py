@@ -4,14 +4,17 @@ A cache is a folder:
 
 - ``tokens.bin``: all token ids, int32, one row after the other;
 - ``supervised.bin``: one byte for each token, 1 where it is learned from; missing if all are;
-- ``rows.bin``: for each row its start and its number of tokens, int64; missing if all rows are equally long;
+- ``rows.bin``: for each row its start and its number of tokens, int64; missing if all rows are equally long. Where
+  rows are packed: for each document in them, row after row;
+- ``packed.bin``: for each row one past its last document in ``rows.bin``, int64; missing if rows are not packed;
 - ``about.json``: what was counted, and the SHA-256 of the above.
 
 It is written under another name beside its own, flushed, and renamed when it is whole, so a killed run leaves nothing
 that could be taken for a cache. Two writers of one cache do no harm: the second finds the name taken and keeps the
 first. What a killed run leaves is named ``*.partial-*`` and can be removed.
 
-A row of n + 1 tokens is n positions to a model: each but the last is an input, each but the first a label.
+A row of n + 1 tokens is n positions to a model: each but the last is an input, each but the first a label. So is each
+document of a packed row: its last token is a label only, and no position has the next document's first token as label.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -51,6 +54,8 @@ class Counts:
         dropped_tokens: tokens at the end of a corpus that fill no row.
         tokens: inputs of all rows.
         supervised: labels of all rows.
+        packed: documents, or pieces of one longer than a row, that share rows; 0 without packing.
+        room: tokens that packed rows could hold; 0 without packing.
     """
 
     read: int = 0
@@ -62,6 +67,13 @@ class Counts:
     dropped_tokens: int = 0
     tokens: int = 0
     supervised: int = 0
+    packed: int = 0
+    room: int = 0
+
+    @property
+    def fill_rate(self) -> float | None:
+        """The share of packed rows that tokens fill; ``None`` without packing."""
+        return self.tokens / self.room if self.room else None
 
     def __str__(self) -> str:
         """One line; what did not happen is not mentioned."""
@@ -72,7 +84,10 @@ class Counts:
             (self.dropped_without_labels, "dropped with nothing left to learn from"),
             (self.dropped_tokens, "tokens left over at the end"),
         )
-        parts = [f"{self.rows:,} rows of {self.read:,} read", *(f"{num:,} {what}" for num, what in happened if num)]
+        parts = [f"{self.rows:,} rows of {self.read:,} read"]
+        if self.fill_rate is not None:
+            parts.append(f"{self.packed:,} packed into them, {self.fill_rate:.1%} full")
+        parts += [f"{num:,} {what}" for num, what in happened if num]
         share = self.supervised / max(1, self.tokens)
         return f"{', '.join(parts)}; {self.tokens:,} tokens, {self.supervised:,} of them ({share:.0%}) supervised"
 
@@ -85,6 +100,8 @@ class CacheWriter:
         self._files: dict[str, BinaryIO] = {}
         self._hashes: dict[str, Any] = {}
         self.num_tokens = 0
+        self.num_rows = 0
+        self._num_packed = 0
         self._largest = -1
 
     def tokens(self, ids: Any, supervised: Any = None) -> int:
@@ -102,6 +119,14 @@ class CacheWriter:
     def row(self, start: int, num_tokens: int) -> None:
         """A row of ``num_tokens`` tokens that starts at ``start``."""
         self._write("rows", np.asarray([start, num_tokens], dtype=np.int64))
+        self.num_rows += 1
+
+    def packed_row(self, documents: Sequence[tuple[int, int]]) -> None:
+        """A row of several documents: start and number of tokens of each. In all calls this, or :meth:`row`."""
+        self._write("rows", np.asarray(documents, dtype=np.int64))
+        self._num_packed += len(documents)
+        self._write("packed", np.asarray([self._num_packed], dtype=np.int64))
+        self.num_rows += 1
 
     def _write(self, name: str, values: np.ndarray[Any, Any]) -> None:
         if name not in self._files:
@@ -183,8 +208,9 @@ class TokenCache:
         self.notices = tuple(about["notices"])
         self._stride: int | None = about["stride"]
         self.num_rows = self.counts.rows
-        if self._stride is None and len(self._rows) != self.num_rows:
-            raise DataError(f"{folder}: damaged: {len(self._rows)} rows where {self.num_rows} were written; remove it")
+        found = self._rows if self._packed is None else self._packed
+        if self._stride is None and len(found) != self.num_rows:
+            raise DataError(f"{folder}: damaged: {len(found)} rows where {self.num_rows} were written; remove it")
 
     @cached_property
     def _tokens(self) -> np.ndarray[Any, Any]:
@@ -199,18 +225,37 @@ class TokenCache:
     def _rows(self) -> np.ndarray[Any, Any]:
         return np.memmap(self._folder / "rows.bin", dtype=np.int64, mode="r").reshape(-1, 2)
 
-    def _span(self, row: int) -> tuple[int, int]:
+    @cached_property
+    def _packed(self) -> np.ndarray[Any, Any] | None:
+        path = self._folder / "packed.bin"
+        return np.memmap(path, dtype=np.int64, mode="r") if path.exists() else None
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether documents share rows and are to be kept apart."""
+        return self._packed is not None
+
+    def _spans(self, row: int) -> list[tuple[int, int]]:
+        """Start and number of tokens of each of its documents; of the row, if it is not packed."""
         if self._stride is not None:
-            return row * self._stride, self._stride + 1
-        start, num_tokens = self._rows[row]
-        return int(start), int(num_tokens)
+            return [(row * self._stride, self._stride + 1)]
+        first, end = row, row + 1
+        if self._packed is not None:
+            first, end = self._packed[row - 1] if row else 0, self._packed[row]
+        return [(int(start), int(num_tokens)) for start, num_tokens in self._rows[first:end]]
+
+    def document_sizes(self, row: int) -> list[int]:
+        """The tokens of each of its documents; of the row, if it is not packed."""
+        return [num_tokens for _, num_tokens in self._spans(row)]
 
     def length(self, row: int) -> int:
-        """The positions of ``row`` to a model: one less than its tokens."""
-        return self._span(row)[1] - 1
+        """The positions of ``row`` to a model: one less than the tokens of each document."""
+        return sum(size - 1 for size in self.document_sizes(row))
 
     def row(self, row: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any] | None]:
-        """Its token ids, int32, and 0 or 1 for each, uint8 (``None``: all are supervised)."""
-        start, num_tokens = self._span(row)
-        span = slice(start, start + num_tokens)
-        return np.asarray(self._tokens[span]), None if self._supervised is None else np.asarray(self._supervised[span])
+        """Its token ids, int32, and 0 or 1 for each, uint8 (``None``: all are supervised), of one document after the
+        other."""
+        slices = [slice(start, start + num_tokens) for start, num_tokens in self._spans(row)]
+        tokens = np.concatenate([self._tokens[each] for each in slices])
+        supervised = self._supervised
+        return tokens, None if supervised is None else np.concatenate([supervised[each] for each in slices])

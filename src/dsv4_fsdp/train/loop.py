@@ -495,10 +495,11 @@ def make_loss(model: nn.Module, config: TrainConfig) -> Callable[[Batch], torch.
     nothing in the batch is supervised."""
     if config.model.loss == "chunked":
         chunked = with_chunked_loss(model)
-        return lambda batch: chunked(batch.input_ids, batch.labels).loss_sum
+        return lambda batch: chunked(batch.input_ids, batch.labels, position_ids=batch.position_ids).loss_sum
 
     def stock(batch: Batch) -> torch.Tensor:
-        logits = model(input_ids=batch.input_ids, use_cache=False).logits
+        positions = {} if batch.position_ids is None else {"position_ids": batch.position_ids}
+        logits = model(input_ids=batch.input_ids, use_cache=False, **positions).logits
         return F.cross_entropy(
             logits.flatten(0, 1).float(), batch.labels.flatten(), ignore_index=NOT_SUPERVISED, reduction="sum"
         )
