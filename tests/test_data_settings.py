@@ -56,8 +56,14 @@ def test_every_setting_is_described() -> None:
         ),
         (
             PRETRAIN | {"balance_lengths": True},
-            "data: balance_lengths has nothing to do: without isolate_documents all rows are equally long",
+            "data: balance_lengths has nothing to do: without isolate_documents or pack all rows are equally long",
         ),
+        (
+            PRETRAIN | {"pack": True, "isolate_documents": True},
+            "data: pack lets documents share a row, isolate_documents gives each a row of its own; give one of them",
+        ),
+        (STDLIB | {"pack": True}, "data.pack: extra inputs are not permitted, got True"),
+        (SFT | {"isolate_documents": True, "pack": True}, "data.isolate_documents: extra inputs are not permitted"),
     ],
 )
 def test_impossible_settings_are_an_error_of_one_line(values: dict[str, Any], problem: str) -> None:

@@ -279,7 +279,8 @@ def _summary(found: _Found) -> list[RenderableType]:
         table.add_row("read", f"{counts.read:,} {unit}{cut}")
         table.add_row("rows", f"{counts.rows:,}")
         if counts.fill_rate is not None:
-            table.add_row("packed", f"{counts.packed:,} documents into the rows, which are {counts.fill_rate:.1%} full")
+            pieces = " or pieces of them" if found.kind == "pretrain" else ""
+            table.add_row("packed", f"{counts.packed:,} {unit}{pieces}; the rows are {counts.fill_rate:.1%} full")
         if found.kind == "pretrain":
             table.add_row("dropped", f"{counts.dropped_tokens:,} tokens at the end that fill no row")
             table.add_row("", f"{counts.empty:,} documents without text")
@@ -301,19 +302,18 @@ def _row(number: int, row: _Row, *, ends: int) -> list[RenderableType]:
     num = len(row.ids)
     supervised = [label >= 0 for label in row.labels]
     spans = Table.grid(padding=(0, 2))
-    for before, document, (learned, text) in zip(
-        [-1, *row.span_documents], row.span_documents, row.spans, strict=False
-    ):
-        if document == _MOST_DOCUMENTS:
-            spans.add_row(Text("..."), Text(f"{len(row.starts) - document} more documents", style="dim"))
-            break
-        if document != before and len(row.starts) > 1:
-            spans.add_row(Text("document"), Text(f"{document + 1}, from position {row.starts[document]}", style="bold"))
-        text = _cut(text, 240)
-        spans.add_row(
-            Text("learned" if learned else "given", style="bold green" if learned else "dim"),
-            Text(f"[{text}]" if learned else text, style="green" if learned else ""),
-        )
+    for document, start in enumerate(row.starts[:_MOST_DOCUMENTS]):
+        if len(row.starts) > 1:
+            spans.add_row(Text("document"), Text(f"{document + 1}, from position {start}", style="bold"))
+        for learned, text in (span for span, own in zip(row.spans, row.span_documents, strict=True) if own == document):
+            text = _cut(text, 240)
+            spans.add_row(
+                Text("learned" if learned else "given", style="bold green" if learned else "dim"),
+                Text(f"[{text}]" if learned else text, style="green" if learned else ""),
+            )
+    if more := row.starts[_MOST_DOCUMENTS:]:
+        places = _cut(", ".join(map(str, more)), 240)
+        spans.add_row(Text("..."), Text(f"{len(more)} more documents, from position {places}", style="dim"))
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for heading in ("position", "id", "token", "", "label", "token"):
         table.add_column(heading, justify="left" if heading in ("token", "") else "right", overflow="fold")

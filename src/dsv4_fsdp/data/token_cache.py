@@ -208,9 +208,10 @@ class TokenCache:
         self.notices = tuple(about["notices"])
         self._stride: int | None = about["stride"]
         self.num_rows = self.counts.rows
-        found = self._rows if self._packed is None else self._packed
-        if self._stride is None and len(found) != self.num_rows:
-            raise DataError(f"{folder}: damaged: {len(found)} rows where {self.num_rows} were written; remove it")
+        if self._stride is None:
+            found = len(self._rows if self._packed is None else self._packed)
+            if found != self.num_rows:
+                raise DataError(f"{folder}: damaged: {found} rows where {self.num_rows} were written; remove it")
 
     @cached_property
     def _tokens(self) -> np.ndarray[Any, Any]:
