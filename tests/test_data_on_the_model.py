@@ -55,7 +55,8 @@ def test_padding_on_the_left_pollutes_compressed_windows(model: nn.Module) -> No
 
 
 def test_restarted_positions_do_not_isolate_documents(model: nn.Module) -> None:
-    """A second document sees the first one's windows in place of its own. If this fails, rows can be shared again."""
+    """In eager attention: a second document sees the first one's windows in place of its own. So ``data.pack`` with it
+    is refused; if this fails, it need not be."""
     second = text(60, seed=1)
     positions = torch.cat([torch.arange(100), torch.arange(60)]).unsqueeze(0)
     after_first, after_other = (

@@ -150,6 +150,53 @@ def test_documents_and_the_standard_library_are_shown_too(folder: Path) -> None:
     assert "row 0: 64 tokens, 63 supervised" in shown.stdout
 
 
+def test_the_preview_shows_where_packed_documents_begin(folder: Path) -> None:
+    """How full rows are, each document from its position on, and the tokens at the border of the first two."""
+    (folder / "short.jsonl").write_text("".join(json.dumps({"text": 8 * letter}) + "\n" for letter in "abcdefg"))
+    options = ["--kind", "pretrain", "--path", folder / "short.jsonl", "--tokenizer", folder / "tokenizer"]
+    options += ["--sequence-length", "60", "--rows", "1", "--pack"]
+    shown = preview(*options)
+    assert shown.exit_code == 0, shown.output
+    lines = [" ".join(line.split()) for line in shown.stdout.splitlines()]
+    for expected in (
+        "packed 7 documents or pieces of them; the rows are 52.5% full",
+        "row 0: 54 tokens, 54 supervised, 6 documents",
+        "document 1, from position 0",
+        "learned [aaaaaaaa<｜end▁of▁sentence｜>]",
+        "document 2, from position 9",
+        "given <｜begin▁of▁sentence｜>",
+        "... 2 more documents, from position 36, 45",
+        "8 97 a -> 257 <｜end▁of▁sentence｜>",
+        "9 256 <｜begin▁of▁sentence｜> -> 98 b",
+        "... 35 more",
+    ):
+        assert expected in lines, (expected, shown.stdout)
+    assert max(cell_len(line) for line in shown.stdout.splitlines()) <= 100
+    found = json.loads(preview(*options, "--json").stdout)
+    assert (found["counts"]["packed"], found["counts"]["rows"], found["counts"]["room"]) == (7, 2, 120)
+    (row,) = found["rows"]
+    assert row["starts"] == [0, 9, 18, 27, 36, 45]
+    assert row["span_documents"] == [document for document in range(6) for _ in range(2)]
+    assert "packed" not in preview(*options[:-1]).stdout
+    (row,) = json.loads(preview(*options[:-1], "--json").stdout)["rows"]
+    assert row["starts"] == [0]
+
+
+def test_packed_data_can_be_prepared_ahead_of_a_run(folder: Path) -> None:
+    """How full its rows are is told; a run that could not keep them apart is refused before anything is read."""
+    config = folder / "packed.yaml"
+    text = f"preset: flash-sft\nmodel: {{path: {folder}/tokenizer}}\ndata: {{path: {folder}/a.jsonl, pack: true}}\n"
+    config.write_text(text)
+    shown = run("prepare", "--config", config, "--cache-dir", folder / "packed-cache")
+    assert shown.exit_code == 0, shown.output
+    assert shown.stdout.startswith("1 rows of 3 read, 3 packed into them, 6.0% full; 489 tokens, 216 of them (44%)")
+    config.write_text(text.replace("model: {", "model: {attention: eager, "))
+    shown = run("prepare", "--config", config, "--cache-dir", folder / "refused")
+    assert (shown.exit_code, shown.stdout) == (2, "")
+    assert shown.stderr.startswith("error: data.pack: only model.attention windowed keeps the documents of a row apart")
+    assert not (folder / "refused").exists()
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
@@ -157,6 +204,7 @@ def test_documents_and_the_standard_library_are_shown_too(folder: Path) -> None:
         (["--sequence-length", "many"], "error: data.sequence_length: input should be a valid integer"),
         (["--template", "chatml"], "error: data: template is 'chatml'; there is deepseek_v4, tokenizer, or the path"),
         (["--kind", "pretrain", "--template", "x.jinja"], "error: data.template: extra inputs are not permitted"),
+        (["--kind", "pretrain", "--pack", "--isolate-documents"], "error: data: pack lets documents share a row, "),
         (["--config", "/no/run.yaml"], "error: --config: /no/run.yaml cannot be read: No such file"),
     ],
 )

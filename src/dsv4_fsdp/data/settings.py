@@ -89,7 +89,7 @@ class RowSettings(Section):
     path: str = Field(min_length=1, description="A file, a folder (with all below it), or a glob pattern.")
     tokenizer: str | None = Field(default=None, description="A folder with a tokenizer; by default the model's own.")
     sequence_length: int = Field(ge=2, description="The longest row, in tokens.")
-    global_batch_size: int = Field(gt=0, description="Sequences per optimizer step, over all ranks.")
+    global_batch_size: int = Field(gt=0, description="Sequences (rows, if packed) per optimizer step, over all ranks.")
     micro_batch_size: int = Field(default=1, gt=0, description="Sequences per rank and forward.")
     pack: bool = Field(
         default=False,
