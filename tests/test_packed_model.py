@@ -13,7 +13,7 @@ from tiny_models import tiny_transformers
 from tiny_tokenizer import deepseek_tokenizer
 from torch import nn
 
-from dsv4_fsdp import use_windowed_attention
+from dsv4_fsdp import tie_compressors, use_windowed_attention
 from dsv4_fsdp.data.batches import Batch, RowBatches
 from dsv4_fsdp.data.prepare import prepare
 from dsv4_fsdp.data.settings import SftSettings
@@ -68,6 +68,28 @@ def loss_and_gradients(model: nn.Module, batch: Batch, *, loss: str) -> tuple[to
     value.backward()
     grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
     return value.detach(), grads
+
+
+@pytest.mark.parametrize("length", [3, 20])
+def test_a_compressor_whose_window_no_document_fills_has_no_gradient(length: int) -> None:
+    """As for each document alone, though the row is long enough; so no weight decay moves what was not used."""
+    model = make_model()
+    alignment = tie_compressors(model)
+    generator = torch.Generator().manual_seed(0)
+    ids, labels = torch.randint(0, 256, (2, 2, 5 * length), generator=generator)
+    positions = torch.arange(length).repeat(2, 5)
+    found, grads = loss_and_gradients(
+        model, Batch(ids, labels, torch.tensor([5 * length] * 2), positions), loss="stock"
+    )
+    filled = [1.0 if "layers.2." in fqn and length > 4 else 0.0 for fqn in alignment.compressor_fqns]
+    assert alignment.window_flags().tolist() == filled  # layer 2 is CSA with windows of 4, layers 1 and 3 are HCA
+    alignment.reset()
+    single = Batch(ids.reshape(-1, length), labels.reshape(-1, length), torch.tensor([length] * 10))
+    expected, alone = loss_and_gradients(model, single, loss="stock")
+    assert alignment.window_flags().tolist() == filled
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+    for name, grad in grads.items():
+        assert bool(grad.any()) == bool(alone[name].any()), name
 
 
 @pytest.mark.parametrize("loss", ["chunked", "stock"])

@@ -181,11 +181,11 @@ def _pooled(
     position = 0
     if cache is not None:
         kv, gate, position = cache.store_compression_weights(name, kv, gate)
-    num_windows = kv.shape[1] // rate
+    windows = None if documents is None else documents.windows(rate)
+    num_windows = kv.shape[1] // rate if windows is None else windows.tokens.shape[1]
     if num_windows == 0:
         entries = kv.new_zeros((kv.shape[0], 0, dim))
     else:
-        windows = None if documents is None else documents.windows(rate)
         kv, gate = _cut(kv, rate, windows), _cut(gate, rate, windows) + module.position_bias
         if overlap:
             kv, gate = _with_previous(kv, gate, name, dim, None if windows is None else windows.opens_document, cache)

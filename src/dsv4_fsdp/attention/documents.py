@@ -4,7 +4,9 @@ Several documents in one row are told apart by ``position_ids``: where a positio
 document begins (Transformers' own rule for its sliding-window mask). A document's compressed windows count from its own
 first token and its last, incomplete one is dropped, as if it were alone. A row of ``S`` tokens has at most
 ``S // rate`` windows however it is cut, so the entries get that many *slots*, filled from the left in order; slots left
-over hold finite values that no query sees. No shape depends on data.
+over hold finite values that no query sees. No shape depends on data, but for one case: if no document of the batch
+fills a window, there are no slots, as there are none in a row that is too short for one. So the compressor has no part
+in the loss, and :mod:`dsv4_fsdp.alignment` can tell. A compiled graph cannot branch on it and keeps the slots.
 """
 
 from __future__ import annotations
@@ -67,6 +69,8 @@ class Documents:
         num_slots = num_tokens // rate
         tokens = torch.arange(num_tokens, device=self.position_ids.device)
         closes = (self._index + 1) % rate == 0
+        if not torch.compiler.is_compiling() and not bool(closes.any()):  # read from the device, once a forward
+            num_slots = 0
         visible = closes.cumsum(dim=1)
         first = (visible - closes.long()).gather(1, self.start)
         # The last token of each slot. What closes no window goes to a slot that is cut off again.
