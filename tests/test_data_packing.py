@@ -234,17 +234,18 @@ def test_a_cache_without_packing_is_not_taken_for_a_packed_one(
     tokenizer: Any, texts: Path, conversations: Path, tmp_path: Path
 ) -> None:
     """Another folder, another digest; and the same one again for the same settings."""
-    for number, each in enumerate([pretrain(texts), pretrain(texts, isolate_documents=True), sft(conversations)]):
+    pairs: list[tuple[RowSettings, RowSettings]] = [
+        (pretrain(texts), pretrain(texts, pack=True)),
+        (pretrain(texts, isolate_documents=True), pretrain(texts, pack=True)),
+        (sft(conversations), sft(conversations, pack=True)),
+    ]
+    for number, (plain, packs) in enumerate(pairs):
         cache_dir = tmp_path / str(number)
-        plain = made(each, tokenizer, cache_dir)
-        kept = each.model_dump() | {"pack": True} | ({"isolate_documents": False} if each.suffixes[1:] else {})
-        packs = type(each)(**kept)
-        digests = {made(packs, tokenizer, cache_dir).digest for _ in range(2)} | {plain.digest}
-        assert len(digests) == 2
+        first, *others = [made(each, tokenizer, cache_dir) for each in (plain, packs, plain, packs)]
+        assert [each.digest == first.digest for each in others] == [False, True, False]
         assert len(list(cache_dir.iterdir())) == 2
-        assert made(each, tokenizer, cache_dir).digest == plain.digest
-        assert plain.row(0).position_ids is None
-        assert made(packs, tokenizer, cache_dir).row(0).position_ids is not None
+        assert first.row(0).position_ids is None
+        assert others[0].row(0).position_ids is not None
 
 
 def test_which_documents_share_a_row_is_in_the_digest(tokenizer: Any, tmp_path: Path) -> None:
