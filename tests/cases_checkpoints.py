@@ -86,7 +86,7 @@ class Leg:
 
 
 def build(mesh_shape: MeshShape, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The tiny model in grouped units; position biases of 2 and 3 rows leave empty shards."""
+    """The tiny model in grouped units; position biases of 3 rows leave empty shards, those of 2 are cut along dim 1."""
     model = small_windows(seed)
     parallelize(model, mesh_of(mesh_shape))
     return model, torch.optim.AdamW(trainable_of(model), lr=1e-3, weight_decay=0.1, foreach=True)

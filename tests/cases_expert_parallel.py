@@ -27,11 +27,16 @@ def meshes(shape: tuple[int, ...], expert_parallel: int) -> tuple[DeviceMesh, De
 
 
 def ep_lockstep(
-    shape: tuple[int, ...], expert_parallel: int, *, dtype: torch.dtype | None = None, **kwargs: Any
+    shape: tuple[int, ...],
+    expert_parallel: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    num_experts: int = 4,
+    **kwargs: Any,
 ) -> LockstepResult:
     """One step beside the unsharded model, each rank with a sequence of another length."""
     mesh, expert_mesh = meshes(shape, expert_parallel)
-    build = functools.partial(tiny_transformers, dtype=dtype) if dtype is not None else tiny_transformers
+    build = functools.partial(tiny_transformers, dtype=dtype, n_routed_experts=num_experts)
     if dtype == torch.float32:
         kwargs["mp_policy"] = FP32
     return lockstep(

@@ -149,14 +149,18 @@ def muon_of(params: Iterable[torch.Tensor]) -> Muon:
 def muon_on_shards(mesh_shape: MeshShape, dim: int) -> list[bool]:
     """For each of ``SHAPES``: three steps on shards equal, bit for bit, three on the whole tensor."""
     mesh = mesh_of(mesh_shape)
-    placements = [Replicate()] * (len(mesh_shape) - 1) + [Shard(dim)]
+
+    def distributed(value: torch.Tensor) -> DTensor:
+        placements = [Replicate()] * (len(mesh_shape) - 1) + [Shard(min(dim, value.ndim - 1))]
+        return distribute_tensor(value, mesh, placements)
+
     whole = [nn.Parameter(value) for value in values_of(0)]
-    parts = [nn.Parameter(distribute_tensor(value, mesh, placements)) for value in values_of(0)]
+    parts = [nn.Parameter(distributed(value)) for value in values_of(0)]
     optimizers = [muon_of(whole), muon_of(parts)]
     for step in range(1, 4):
         for a, b, grad in zip(whole, parts, values_of(step), strict=True):
             a.grad = grad
-            b.grad = distribute_tensor(grad, mesh, placements)
+            b.grad = distributed(grad)
         for optimizer in optimizers:
             optimizer.step()
     return [torch.equal(a, full(b.detach())) for a, b in zip(whole, parts, strict=True)]

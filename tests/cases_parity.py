@@ -212,6 +212,27 @@ LINES: dict[str, Line] = {
     "integer_parameters": Line(build=with_integer_parameter),
     "master_weights": Line(build=with_master_weights, reference=whole_model),
     "all_fp32": Line(build=all_fp32, shard=_parallelize(mp_policy=AS_STORED)),
+    "experts_cut_evenly": Line(
+        build=functools.partial(whole_model, n_routed_experts=5), kinds=("transformers",), meshes=((4,), (1, 4))
+    ),
+    "experts_cut_evenly_checkpointing": Line(
+        build=functools.partial(whole_model, n_routed_experts=5),
+        shard=_parallelize(activation_checkpointing=True, island_units="root"),
+        kinds=("transformers",),
+        meshes=((4,),),
+    ),
+    "experts_cut_evenly_accumulate": Line(
+        build=functools.partial(whole_model, n_routed_experts=5),
+        lockstep={"accumulate": 3, "sync": "last"},
+        kinds=("transformers",),
+        meshes=((4,),),
+    ),
+    "experts_cut_evenly_offload": Line(
+        build=functools.partial(whole_model, n_routed_experts=5),
+        shard=_parallelize(offload_policy=CPUOffloadPolicy(pin_memory=False), reshard_after_forward=False),
+        kinds=("transformers",),
+        meshes=((4,),),
+    ),
     "islands_in_root": Line(shard=_in_root()),
     "islands_in_root_no_reshard": Line(shard=_in_root(reshard_after_forward=False), **_some),
     "islands_in_root_cpu_offload": Line(shard=_in_root(offload_policy=CPUOffloadPolicy(pin_memory=False)), **_some),

@@ -104,6 +104,9 @@ LINES: dict[str, Line] = {
         ]
     },
     "islands_train": Line(build=islands_of_third_block_train),
+    # On four ranks padding would be 60 % of five experts, and of two that are dealt to two ranks as much again.
+    "five_experts": Line(build=functools.partial(tiny_transformers, n_routed_experts=5)),
+    "two_experts": Line(build=functools.partial(tiny_transformers, n_routed_experts=2)),
     "root_nemo": Line(build=tiny_nemo, kind="nemo", kwargs={"island_units": "root"}),
     "root_llama": Line(build=tiny_llama, kwargs={"island_units": "root"}),
     "llama_bf16": Line(build=tiny_llama),

@@ -59,10 +59,14 @@ def test_every_tensor_has_the_bits_and_the_dtype_of_the_source(
         assert wrong == []
 
 
-@pytest.mark.parametrize("layout", ["release", "transformers"])
-def test_a_tensor_sharded_on_another_dim_is_cut_there(layout: str, checkpoints: dict[str, Path]) -> None:
-    """``Shard(1)``, of which a rank needs all rows and some columns; of experts, some rows of each."""
-    for wrong, _, _ in run_ranks(2, load_and_compare, checkpoints[layout], (2,), 1, dim=1):
+@pytest.mark.parametrize(("shape", "expert_parallel", "dim"), [((2,), 1, 1), ((4,), 2, 1), ((2,), 1, 2)])
+@pytest.mark.parametrize("layout", list(WRITERS))
+def test_a_tensor_sharded_on_another_dim_is_cut_there(
+    layout: str, shape: tuple[int, ...], expert_parallel: int, dim: int, checkpoints: dict[str, Path]
+) -> None:
+    """``Shard(1)``, of which a rank needs all rows and some columns; of experts, some rows of each, or some columns."""
+    ranks = run_ranks(math.prod(shape), load_and_compare, checkpoints[layout], shape, expert_parallel, dim=dim)
+    for wrong, _, _ in ranks:
         assert wrong == []
 
 
@@ -77,14 +81,16 @@ def test_an_unsharded_model_computes_what_stock_transformers_does(layout: str, c
 
 
 def test_a_rank_reads_its_part_and_not_the_rest(checkpoints: dict[str, Path]) -> None:
-    """In Transformers' layout exactly what it stores, and the buffers, which every rank has whole."""
+    """In Transformers' layout exactly what it stores, and the buffers, which every rank has whole; cut along rows, or
+    along columns where these divide."""
     buffers = sum(
         buffer.numel() * buffer.element_size()
         for name, buffer in released_model().named_buffers()
         if name in released_model().state_dict()
     )
-    for _, read, stored in run_ranks(4, load_and_compare, checkpoints["transformers"], (4,), 2):
-        assert read == stored + buffers
+    for dim in (0, 1):
+        for _, read, stored in run_ranks(4, load_and_compare, checkpoints["transformers"], (4,), 2, dim=dim):
+            assert read == stored + buffers
 
 
 def test_a_block_that_is_cut_has_its_own_scale(tmp_path: Path) -> None:
@@ -243,9 +249,10 @@ def test_random_weights_do_not_depend_on_the_number_of_ranks(shape: tuple[int, .
     materialize(model, "cpu")
     initialize(model, seed=3)
     expected = dict(model.named_parameters()) | dict(model.named_buffers())
-    for found in run_ranks(math.prod(shape), initialized, shape, expert_parallel, 3):
-        assert found.keys() == expected.keys()
-        assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+    for dim in (0, 1) if shape != (3,) else (0,):  # nothing else divides by three
+        for found in run_ranks(math.prod(shape), initialized, shape, expert_parallel, 3, dim=dim):
+            assert found.keys() == expected.keys()
+            assert [name for name in found if not torch.equal(found[name], expected[name])] == []
     table = expected["model.layers.0.mlp.gate.tid2eid"]
     assert all(len(set(row.tolist())) == table.shape[1] for row in table)
     assert int(table.min()) >= 0

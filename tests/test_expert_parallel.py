@@ -26,6 +26,16 @@ def test_forward_and_gradients_are_those_of_the_unsharded_model(shape: tuple[int
     assert_lockstep(results, param_tol=2**-8, zero_for_none="any")
 
 
+@pytest.mark.parametrize("kwargs", [{}, {"activation_checkpointing": True, "island_units": "root"}], ids=str)
+def test_dealt_experts_fewer_than_ranks_are_cut_through(kwargs: dict[str, Any]) -> None:
+    """Two experts on EP 2 x FSDP 2: one for two ranks, cut along its rows (``even_dim``) and not padded to two."""
+    results = run_ranks(4, ep_lockstep, (4,), 2, num_experts=2, **kwargs)
+    assert_lockstep(results, param_tol=2**-8, zero_for_none="any")
+    plan = plan_sharding(tiny_transformers(n_routed_experts=2), mesh_shape=(4,), expert_parallel=2)
+    experts = [p for unit in plan.units if unit.role == "experts" for group in unit.groups for p in group.params]
+    assert {param.shard_dim for param in experts} == {1}
+
+
 @pytest.mark.parametrize("expert_parallel", [1, 2, 4])
 def test_gradients_in_fp32_do_not_depend_on_the_number_of_ranks_that_share_experts(expert_parallel: int) -> None:
     """EP 1, 2 and 4 on four ranks, with SGD, to the rounding of fp32 sums that are taken in another order."""

@@ -303,7 +303,7 @@ def test_8_bit_moments_move_to_another_number_of_ranks(
 # --- Muon -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("mesh", "dim"), [((2,), 0), ((2,), 1), ((2, 2), 0)])
+@pytest.mark.parametrize(("mesh", "dim"), [((2,), 0), ((2,), 1), ((2,), 2), ((2, 2), 0), ((2, 2), 1)])
 def test_muon_on_shards_is_muon_on_whole_matrices_in_every_bit(run_ranks: Any, mesh: tuple[int, ...], dim: int) -> None:
     """Uneven and empty shards, stacks of matrices cut between and through them."""
     for found in run_ranks(2 if mesh == (2,) else 4, muon_on_shards, mesh, dim):

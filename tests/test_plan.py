@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from dsv4_fsdp import ContractError, ShardingError, ShardingPlan, contract_of, plan_sharding
-from dsv4_fsdp.plan import GroupPlan
+from dsv4_fsdp.plan import GroupPlan, even_dim
 from pool import run_ranks
 
 
@@ -249,6 +249,34 @@ def test_bytes_of_a_group_are_counted_with_padding() -> None:
     assert odd.numel - without.numel == 15
 
 
+@pytest.mark.parametrize(
+    ("shape", "num_ranks", "dim"),
+    [
+        ((48, 6144, 7168), 128, 1),  # Pro's experts, dealt to 8 ranks, on 1,024: 128 rows for 48
+        ((24, 28672), 1024, 1),
+        ((384, 6144, 7168), 256, 0),  # padded by a third, less than a copy
+        ((256, 4096), 256, 0),
+        ((4, 6, 8), 8, 2),
+        ((24,), 128, 0),
+        ((7, 5), 16, 0),  # nothing divides
+        ((1, 4), 1, 0),
+    ],
+)
+def test_a_tensor_is_cut_where_padding_costs_least(shape: tuple[int, ...], num_ranks: int, dim: int) -> None:
+    """Along dim 0, unless padding it would be more than half of the tensor and another dim divides evenly."""
+    assert even_dim(shape, num_ranks) == dim
+
+
+def test_where_torch_gathers_along_dim_0_alone_nothing_else_is_cut() -> None:
+    """What a number of ranks share after forward; and nested units, which are NeMo AutoModel's."""
+    model = tiny_transformers(n_routed_experts=5)
+    dims = {}
+    for reshard in (True, False, 2):
+        plan = plan_sharding(model, mesh_shape=(4,), reshard_after_forward=reshard)
+        dims[reshard] = {param.shard_dim for group in groups_of(plan) for param in group.params}
+    assert dims == {True: {0, 1}, False: {0, 1}, 2: {0}}
+
+
 def test_micro_batches_multiply_the_collectives(model: nn.Module) -> None:
     """Each gathers and reduces."""
     plan = plan_sharding(model, mesh_shape=(2, 2))
@@ -272,6 +300,8 @@ CASES = [
     ("three_blocks_frozen", (2, 2)),
     ("nemo_grouped", (2, 2)),
     ("root_plain", (2, 2)),
+    ("five_experts", (4,)),
+    ("five_experts", (1, 4)),
     ("root_plain", (1,)),
 ]
 

@@ -81,6 +81,12 @@ LIVE_CASES: list[tuple[str, tuple[int, ...], str, int]] = [
     ("three_blocks_frozen", (4,), "sgd", 2),
     ("lora", (4,), "adamw", 2),
     ("tied", (4,), "adamw", 2),
+    ("five_experts", (4,), "adamw", 1),
+    ("five_experts", (4,), "adamw_8bit", 1),
+    ("five_experts", (4,), "muon", 1),
+    ("five_experts", (1, 4), "sgd", 1),
+    ("two_experts", (4,), "adamw", 2),
+    ("two_experts", (4,), "muon", 2),
     ("root_plain", (3,), "adamw", 1),
     ("root_plain", (2, 2), "adamw_8bit", 2),
     ("root_no_reshard", (2,), "sgd", 1),
@@ -131,7 +137,8 @@ class TestLive:
         """
         ranks = live(line, mesh, optimizer, expert_parallel)
         # 33 tokens, two experts for each.
-        dispatch = Dispatch(rows=66, hidden=64, num_experts=4) if expert_parallel > 1 else None
+        num_experts = 2 if line == "two_experts" else 4
+        dispatch = Dispatch(rows=66, hidden=64, num_experts=num_experts) if expert_parallel > 1 else None
         for seen in ranks:
             planned = [(c.kind, c.dtype, c.group_size, c.payload_bytes) for c in collectives(seen.plan, dispatch)]
             assert Counter(c[:3] for c in seen.collectives) == Counter(c[:3] for c in planned)

@@ -147,25 +147,39 @@ class CheckpointReader:
         """Whether the tensor ``name`` of the files is stored as numbers that need a scale."""
         return self._headers[name][1].dtype in _QUANTISED and self._scale_of(name) is not None
 
-    def parts(self, target: str, rows: range) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """The rows ``rows`` of the model's tensor ``target``, in pieces: ``(first row, offset in dim 1, piece)``.
+    def parts(self, target: str, rows: range, columns: range) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """A part of the model's tensor ``target``, in pieces: ``(row, column, piece)``, where each begins.
 
-        A piece is the rows from ``first row`` on, in the dtype of the file, or in fp32 where it is quantised. Of fused
-        experts a piece is one of the parts of one expert, without its dim 0, to be put at the offset in its first dim.
+        A piece is in the dtype of the file, or in fp32 where it is quantised. Of fused experts it is of one of the
+        matrices of one expert, without dim 0: its own rows are what ``columns`` are of the whole.
+
+        Args:
+            rows, columns: along dim 0 and dim 1; of a tensor that has not both, what there is not is not looked at.
         """
         expected = self.layout.expected[target]
         found = self.sources[self._stored_name(target)]
         if found[0][1].part is None:
             if rows or not expected.shape:
-                yield rows.start, 0, self._rows(found[0][0], rows if expected.shape else None)
+                yield rows.start, columns.start, self._plain(found[0][0], expected.shape, rows, columns)
             return
         by_place = {(source.part, source.index): name for name, source in found}
         for row in rows:
             offset = 0
             for part in self.layout.parts[str(found[0][1].part)]:
-                piece = self._rows(by_place[part, row], None)
-                yield row, offset, piece
-                offset += piece.shape[0]
+                name = by_place[part, row]
+                num_rows = self._headers[name][1].shape[0]
+                start, stop = max(columns.start, offset), min(columns.stop, offset + num_rows)
+                if start < stop:
+                    yield row, start, self._rows(name, range(start - offset, stop - offset))
+                offset += num_rows
+
+    def _plain(self, name: str, shape: tuple[int, ...], rows: range, columns: range) -> torch.Tensor:
+        """Of a tensor that is one in the files too."""
+        if len(shape) < 2 or len(columns) == shape[1]:
+            return self._rows(name, rows if shape else None)
+        if self.is_quantised(name):
+            return self._rows(name, rows)[:, columns.start : columns.stop]
+        return self._read(name, rows, columns)
 
     def _stored_name(self, target: str) -> str:
         """``target``, or the name under which the files hold the tensor that it is tied to."""
@@ -208,7 +222,7 @@ class CheckpointReader:
         shape = self._headers[scale_name][1].shape
         return (shape[0], shape[1]) if len(shape) == 2 else (1, 1)
 
-    def _read(self, name: str, rows: range | None) -> torch.Tensor:
+    def _read(self, name: str, rows: range | None, columns: range | None = None) -> torch.Tensor:
         header, _ = self._headers[name]
         handle = self._open.get(header.path)
         if handle is None:
@@ -217,8 +231,10 @@ class CheckpointReader:
             handle = self._open[header.path] = safe_open(header.path, framework="pt").__enter__()
         if rows is None:
             tensor = handle.get_tensor(name)
-        else:
+        elif columns is None:
             tensor = handle.get_slice(name)[rows.start : rows.stop]
+        else:
+            tensor = handle.get_slice(name)[rows.start : rows.stop, columns.start : columns.stop]
         assert isinstance(tensor, torch.Tensor)
         self.bytes_read += tensor.numel() * tensor.element_size()
         return tensor
@@ -300,26 +316,19 @@ def _fill(tensor: torch.Tensor, name: str, expected: ExpectedTensor, reader: Che
         local = tensor
     if not local.numel():
         return
-    rows = range(offsets[0], offsets[0] + sizes[0]) if sizes else range(1)
-    # Of the dims after the first: all, unless the caller shards another one.
-    inner = tuple(slice(start, start + size) for start, size in zip(offsets[1:], sizes[1:], strict=True))
-    for row, offset, piece in reader.parts(name, rows):
+    rows, columns, *_ = [
+        *(range(start, start + size) for start, size in zip(offsets, sizes, strict=True)),
+        range(1),
+        range(1),
+    ]
+    # Of the dims after the second: all, unless the caller cuts one.
+    inner = tuple(slice(start, start + size) for start, size in zip(offsets[2:], sizes[2:], strict=True))
+    for row, column, piece in reader.parts(name, rows, columns):
         if piece.ndim == len(expected.shape):
-            _copy(local, piece[(slice(None), *inner)] if inner else piece, name)
-        elif inner and sizes[1:] != expected.shape[1:]:
-            _copy_part_of_expert(local[row - rows.start], piece, offset, inner, name)
+            _copy(local, piece[(slice(None), slice(None), *inner)] if inner else piece, name)
         else:
-            _copy(local[row - rows.start].narrow(0, offset, piece.shape[0]), piece, name)
-
-
-def _copy_part_of_expert(
-    expert: torch.Tensor, piece: torch.Tensor, offset: int, inner: tuple[slice, ...], name: str
-) -> None:
-    """Where experts are sharded on a dim of their matrices: the overlap of ``piece`` with this rank's part of it."""
-    start, stop = max(inner[0].start, offset), min(inner[0].stop, offset + piece.shape[0])
-    if start < stop:
-        overlap = piece[(slice(start - offset, stop - offset), *inner[1:])]
-        _copy(expert.narrow(0, start - inner[0].start, stop - start), overlap, name)
+            into = local[row - rows.start].narrow(0, column - columns.start, piece.shape[0])
+            _copy(into, piece[(slice(None), *inner)], name)
 
 
 def _copy(target: torch.Tensor, values: torch.Tensor, name: str) -> None:

@@ -130,6 +130,8 @@ def differences(rows: Iterable[LiveTensor], plan: ShardingPlan) -> list[str]:
                     short_dtype(row.compute),
                     None if row.reduce is None else short_dtype(row.reduce),
                 )
+                if row.placements and f"dim={param.shard_dim}" not in row.placements:
+                    found.append(f"{param.fqn}: expected to be cut along dim {param.shard_dim}, got {row.placements}")
                 if got != expected:
                     found.append(f"{param.fqn}: expected (unit, group, storage, compute, reduce) {expected}, got {got}")
     found += [f"{fqn}: in the model, not in the plan" for fqn in live]

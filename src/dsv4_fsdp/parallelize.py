@@ -16,6 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import Shard
 
 from .alignment import freeze_indexers, tie_compressors
 from .contract import IslandPredicate, contract_of, default_mp_policy, model_speaks
@@ -117,6 +118,8 @@ def parallelize(
 
     modules = {canonical_name(name): module for name, module in model.named_modules()}
     common: dict[str, Any] = {} if offload_policy is None else {"offload_policy": offload_policy}
+    if placement := _placements(model, plan):
+        common["shard_placement_fn"] = lambda param: placement.get(id(param))
     inner_policy = replace(policy, output_dtype=None)
     if island_units != "nested":  # these need the cast: each has one dtype, and its neighbours another
         inner_policy = replace(inner_policy, cast_forward_inputs=False)
@@ -159,6 +162,13 @@ def parallelize(
 
 def _fp32_policy() -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=True)
+
+
+def _placements(model: nn.Module, plan: ShardingPlan) -> dict[int, Shard]:
+    """The parameters that are not cut along dim 0, by id."""
+    dims = {param.fqn: param.shard_dim for unit in plan.units for group in unit.groups for param in group.params}
+    named = {canonical_name(name): param for name, param in model.named_parameters()}
+    return {id(named[fqn]): Shard(dim) for fqn, dim in dims.items() if dim}
 
 
 def _checkpoint_blocks(model: nn.Module, plan: ShardingPlan) -> None:

@@ -28,14 +28,29 @@ from .grouped_unit import group_rules
 from .model_layout import ModelLayout, layout_of
 from .names import canonical_name, named_parameters_all
 
-__all__ = ["GroupPlan", "IslandUnits", "ParamPlan", "ShardingPlan", "UnitPlan", "islands_inside", "plan_sharding"]
+__all__ = [
+    "GroupPlan",
+    "IslandUnits",
+    "ParamPlan",
+    "ShardingPlan",
+    "UnitPlan",
+    "even_dim",
+    "islands_inside",
+    "padded_numel",
+    "plan_sharding",
+]
 
 IslandUnits = Literal["grouped", "root", "nested"]
+
+_PADDING_TAKEN = 0.5  # of a tensor's elements, before another dim is cut
 
 
 @dataclass(frozen=True)
 class ParamPlan:
-    """One parameter: canonical name, unsharded shape, compute dtype, and what the contract says of it."""
+    """One parameter: canonical name, unsharded shape, compute dtype, and what the contract says of it.
+
+    ``shard_dim`` is the dim along which it is cut (:func:`even_dim`).
+    """
 
     fqn: str
     shape: tuple[int, ...]
@@ -43,6 +58,7 @@ class ParamPlan:
     island: bool
     trainable: bool
     reason: str
+    shard_dim: int = 0
 
 
 @dataclass(frozen=True)
@@ -261,7 +277,10 @@ def plan_sharding(
         _refuse_wrong_expert_parallel(model, layout, mesh_shape[-1], expert_parallel, island_units)
     frozen = indexer_parameters(model) if freeze_indexer else {}
     frozen_ids = {id(param) for param in frozen.values()}
-    planner = _Planner(model, contract, mesh_shape[-1], frozen_ids)
+    # Nested units are made by NeMo AutoModel's function and cut as that does. And what a number of ranks share after
+    # forward, torch gathers along dim 0 alone.
+    even = island_units != "nested" and isinstance(reshard_after_forward, bool)
+    planner = _Planner(model, contract, mesh_shape[-1], frozen_ids, even=even)
 
     units: list[UnitPlan] = []
 
@@ -397,6 +416,24 @@ def _mark_reached(units: list[UnitPlan]) -> tuple[UnitPlan, ...]:
     )
 
 
+def even_dim(shape: Sequence[int], num_ranks: int) -> int:
+    """The dim along which a tensor of ``shape`` is cut for ``num_ranks`` ranks: the first, if that wastes little.
+
+    FSDP2 pads dim 0 to a multiple of the ranks: 48 experts on 128 ranks are stored, gathered and reduced as 128, and 80
+    ranks have no optimizer state. Other dims it takes if they divide evenly, and copies once more when it gathers and
+    before it reduces. So where padding would be more than half of the tensor, and the copy is the smaller of the two,
+    it is the first dim that divides evenly, if there is one.
+    """
+    if padded_numel(shape, 0, num_ranks) * num_ranks <= math.prod(shape) * (1 + _PADDING_TAKEN):
+        return 0
+    return next((dim for dim, size in enumerate(shape) if size % num_ranks == 0), 0)
+
+
+def padded_numel(shape: Sequence[int], dim: int, num_ranks: int) -> int:
+    """Elements of one rank's shard, with padding."""
+    return math.prod(shape[:dim]) * math.ceil(shape[dim] / num_ranks) * math.prod(shape[dim + 1 :])
+
+
 def _that_train(units: Sequence[UnitPlan]) -> set[int]:
     """The indices of units whose modules read trainable parameters.
 
@@ -414,11 +451,14 @@ def _that_train(units: Sequence[UnitPlan]) -> set[int]:
 class _Planner:
     """Hands each parameter of the model to the first unit that asks for it, as ``fully_shard`` does bottom-up."""
 
-    def __init__(self, model: nn.Module, contract: Contract, shard_size: int, frozen_ids: set[int]) -> None:
+    def __init__(
+        self, model: nn.Module, contract: Contract, shard_size: int, frozen_ids: set[int], *, even: bool
+    ) -> None:
         self._model = model
         self._contract = contract
         self._shard_size = shard_size
         self._frozen_ids = frozen_ids
+        self._even = even
         self._names: dict[int, list[str]] = {}
         for name, param in named_parameters_all(model):
             self._names.setdefault(id(param), []).append(name)
@@ -507,14 +547,23 @@ class _Planner:
                     f"got: shape () for {rule.fqn}\nwhat to do: register it with shape (1,), or as a buffer."
                 )
             trainable = param.requires_grad and id(param) not in self._frozen_ids
-            rows = math.ceil(param.shape[0] // expert_parallel / shard_size)
-            padded_shard_numel = rows * math.prod(param.shape[1:])
+            held = (param.shape[0] // expert_parallel, *param.shape[1:])
+            shard_dim = even_dim(held, shard_size) if self._even else 0
+            padded_shard_numel = padded_numel(held, shard_dim, shard_size)
             shard_bytes += padded_shard_numel * storage.itemsize
             gathered += padded_shard_numel * shard_size * rule.compute.itemsize
             if trainable and reduce is not None:
                 reduced += padded_shard_numel * shard_size * reduce.itemsize
             params.append(
-                ParamPlan(rule.fqn, tuple(param.shape), short_dtype(rule.compute), rule.island, trainable, rule.reason)
+                ParamPlan(
+                    rule.fqn,
+                    tuple(param.shape),
+                    short_dtype(rule.compute),
+                    rule.island,
+                    trainable,
+                    rule.reason,
+                    shard_dim,
+                )
             )
         reduce_name = None if reduce is None else short_dtype(reduce)
         return GroupPlan(short_dtype(storage), reduce_name, tuple(params), shard_bytes, gathered, reduced)

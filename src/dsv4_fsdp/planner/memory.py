@@ -1,9 +1,9 @@
 """Bytes per rank, by name: what is there all the time, what each unit needs for a while, and a step moment by moment.
 
-What stays (parameters, gradients, optimizer state) is exact, with padding: FSDP2 pads dim 0 of each parameter to a
-multiple of the shard axis, keeps padded shards, and reduces into padded gradients; the optimizer's state is not padded,
-so the first rank of the shard axis has most of it and is the one that is planned. Under expert parallelism a rank has
-its part of the experts, and of that its shard.
+What stays (parameters, gradients, optimizer state) is exact, with padding: FSDP2 pads dim 0 of a parameter to a
+multiple of the shard axis (another dim divides, or is not cut: :func:`dsv4_fsdp.plan.even_dim`), keeps padded shards,
+and reduces into padded gradients; the optimizer's state is not padded, so the first rank of the shard axis has most of
+it and is the one that is planned. Under expert parallelism a rank has its part of the experts, and of that its shard.
 
 What comes and goes follows FSDP2's own order (``_fsdp_param_group.py`` of torch 2.13): in forward a unit's flat
 all-gather output is held until the next unit is copied out, while the next unit's gather is in flight; in backward
@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from dsv4_fsdp.names import is_adapter_name
-from dsv4_fsdp.plan import GroupPlan, ParamPlan, ShardingPlan, UnitPlan
+from dsv4_fsdp.plan import GroupPlan, ParamPlan, ShardingPlan, UnitPlan, padded_numel
 
 from .activations import Activations, Part
 from .optimizer_state import Roles, algorithm_of, optimizer_state_bytes, optimizer_temporaries
@@ -63,21 +63,21 @@ def _itemsize(dtype: str) -> int:
 
 def _padded_numel(plan: ShardingPlan, unit: UnitPlan, param: ParamPlan) -> int:
     """Elements of one rank's shard, with padding."""
-    return math.ceil(_held_rows(plan, unit, param) / plan.shard_size(unit)) * math.prod(param.shape[1:])
+    return padded_numel(_held(plan, unit, param), param.shard_dim, plan.shard_size(unit))
 
 
-def _held_rows(plan: ShardingPlan, unit: UnitPlan, param: ParamPlan) -> int:
-    """Dim 0 of what the rank's unit is gathered to: all, or the rank's part of dispatched experts."""
-    return param.shape[0] // (plan.expert_parallel if unit.role == "experts" else 1)
+def _held(plan: ShardingPlan, unit: UnitPlan, param: ParamPlan) -> tuple[int, ...]:
+    """The shape that the rank's unit is gathered to: the whole, or the rank's part of dispatched experts."""
+    return (param.shape[0] // (plan.expert_parallel if unit.role == "experts" else 1), *param.shape[1:])
 
 
 def _local_numel(plan: ShardingPlan, unit: UnitPlan, param: ParamPlan, coordinate: int) -> int:
     """Elements of the shard that the rank at ``coordinate`` of the shard axis has, without padding."""
-    held, size = _held_rows(plan, unit, param), plan.shard_size(unit)
+    held, size, dim = _held(plan, unit, param), plan.shard_size(unit), param.shard_dim
     if unit.role == "experts":
         coordinate //= plan.expert_parallel  # neighbours hold different experts
-    rows = math.ceil(held / size)
-    return max(0, min(rows, held - rows * coordinate)) * math.prod(param.shape[1:])
+    rows = math.ceil(held[dim] / size)
+    return max(0, min(rows, held[dim] - rows * coordinate)) * math.prod(held) // held[dim]
 
 
 # --- What stays -------------------------------------------------------------------------------------------------------
@@ -141,7 +141,9 @@ class UnitPeak:
         all_gather: that flat output; 0 on a shard axis of one rank, where torch copies.
         last_all_gather: the part of it that belongs to the last group, which forward holds longer.
         unsharded_gradients: the gradients that autograd makes, in compute dtype, not padded.
-        reduce_scatter_input: padded, in reduce dtype.
+        reduce_scatter_input: padded, in reduce dtype; and, in compute dtype, a copy of the gradients that are cut along
+            another dim than the first. (The copy that gathering makes of such is no more than the next unit's output,
+            which is in flight right after.)
         reduce_scatter_output: a rank's share of it, before it is cast to the storage dtype.
     """
 
@@ -164,6 +166,7 @@ def unit_peaks(plan: ShardingPlan) -> tuple[UnitPeak, ...]:
         gathered = sum(group.all_gather_bytes for group in unit.groups)
         reduced = sum(group.reduce_scatter_bytes for group in unit.groups)
         trained = [(group, param) for group in unit.groups for param in group.params if param.trainable]
+        copied = sum(math.prod(_held(plan, unit, p)) * _itemsize(p.compute) for _, p in trained if p.shard_dim)
         gradients = {True: 0, False: 0}
         for group, param in trained:
             gradients[param.island] += _padded_numel(plan, unit, param) * _itemsize(group.storage)
@@ -173,10 +176,8 @@ def unit_peaks(plan: ShardingPlan) -> tuple[UnitPeak, ...]:
                 gathered=gathered,
                 all_gather=gathered if shard > 1 else 0,
                 last_all_gather=unit.groups[-1].all_gather_bytes if unit.groups and shard > 1 else 0,
-                unsharded_gradients=sum(
-                    _held_rows(plan, unit, p) * math.prod(p.shape[1:]) * _itemsize(p.compute) for _, p in trained
-                ),
-                reduce_scatter_input=reduced,
+                unsharded_gradients=sum(math.prod(_held(plan, unit, p)) * _itemsize(p.compute) for _, p in trained),
+                reduce_scatter_input=reduced + copied,
                 reduce_scatter_output=reduced // shard,
                 sharded_gradients=gradients[False],
                 island_gradients=gradients[True],

@@ -187,7 +187,7 @@ def _notes(estimate: Estimate, checked: bool) -> list[str]:
         notes.append("All-to-alls are an estimate: as many tokens to each expert. Real ones depend on the routers.")
     if estimate.padding_fraction > 0.05:
         notes.append(
-            f"Padding is {estimate.padding_fraction:.0%} of what is gathered: dim 0 of the weights does not fill "
+            f"Padding is {estimate.padding_fraction:.0%} of what is gathered: no dim of some weights divides by "
             f"{plan.mesh_shape[-1]} ranks."
         )
         notes.append("A shard axis that divides it (--replicate) moves and holds less.")

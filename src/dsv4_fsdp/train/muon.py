@@ -9,7 +9,9 @@ itself: run on a shard of rows, it orthogonalises the shard, which is another an
 gathered in bf16, the dtype in which the iteration runs anyway, so the gather loses nothing and each rank computes, bit
 for bit, what one process would; it then keeps its own rows. Cost: one all-gather of two bytes per element, a whole
 matrix of memory at a time, and an iteration that every rank repeats. Fused experts, ``(experts, out, in)``, are a stack
-of matrices; FSDP2 and expert parallelism cut the stack between experts, so nothing is gathered and nothing repeated.
+of matrices. Where the stack is cut between experts nothing is gathered and nothing repeated. Where it is cut through
+them (ranks that outnumber experts, :func:`dsv4_fsdp.plan.even_dim`), the ranks exchange their parts for whole matrices,
+and back.
 
 **Scale.** The update is multiplied by ``0.2 * sqrt(max(rows, columns))``, which gives it the root mean square that
 AdamW's usually has, so learning rate and weight decay are AdamW's.
@@ -31,7 +33,8 @@ import math
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dsv4_fsdp.errors import Dsv4FsdpError
 
@@ -129,14 +132,30 @@ def orthogonalized(update: torch.Tensor, *, like: torch.Tensor, steps: int) -> t
         return _newton_schulz(update, steps)
     if any(placement.is_partial() for placement in like.placements):
         raise MuonError(f"Muon needs reduced gradients.\nexpected: shards or replicas\ngot: {like.placements}")
-    if not any(getattr(placement, "dim", -1) >= like.ndim - 2 for placement in like.placements):
+    dims = [getattr(placement, "dim", -1) for placement in like.placements]
+    through = [axis for axis, dim in enumerate(dims) if dim >= like.ndim - 2]
+    if not through:
         return _newton_schulz(update, steps)
     mesh = like.device_mesh
+    if like.ndim == 3 and len(through) == 1 and like.shape[dims[through[0]]] % mesh.size(through[0]) == 0:
+        return _exchanging(update, mesh, through[0], dims[through[0]], steps)
     shards = DTensor.from_local(update, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
     whole = _newton_schulz(shards.full_tensor(), steps)
     # From replicas to shards: each rank cuts its own part, nothing is sent.
     parts = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return parts.redistribute(placements=like.placements).to_local().to(update.device)
+
+
+def _exchanging(update: torch.Tensor, mesh: DeviceMesh, axis: int, dim: int, steps: int) -> torch.Tensor:
+    """Of a stack that one axis of ``mesh`` cuts evenly along ``dim``: exchanged for whole matrices, and back."""
+    if mesh.ndim > 1:
+        assert mesh.mesh_dim_names is not None
+        mesh = mesh[mesh.mesh_dim_names[axis]]
+    part = DTensor.from_local(update.contiguous(), mesh, [Shard(dim)], run_check=False)
+    dealt = part.redistribute(placements=[Shard(0)])
+    moved = _newton_schulz(dealt.to_local(), steps).contiguous()
+    whole = DTensor.from_local(moved, mesh, [Shard(0)], run_check=False, shape=dealt.shape, stride=dealt.stride())
+    return whole.redistribute(placements=[Shard(dim)]).to_local().to(update.device)
 
 
 def _newton_schulz(matrices: torch.Tensor, steps: int) -> torch.Tensor:
