@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from itertools import accumulate, pairwise
 from operator import or_
 from typing import Any, Literal, get_args
@@ -166,7 +167,7 @@ class ShardingPlan:
 
         Such an island counts for its block and not for the root.
         """
-        return self.units.index(unit) in _that_train(self.units)
+        return self.units.index(unit) in self._trained
 
     def gradient_arrives_at(self, unit: UnitPlan) -> bool:
         """Whether backward comes to ``unit``: whether it, or what ran before it, trains.
@@ -174,7 +175,11 @@ class ShardingPlan:
         One unit further is gathered, which :attr:`UnitPlan.reached_in_backward` is true of.
         """
         last = self.units.index(unit) + (unit.role == "experts")  # the block around them runs first
-        return self.embedding_trains_in_root or min(_that_train(self.units), default=len(self.units)) <= last
+        return self.embedding_trains_in_root or min(self._trained, default=len(self.units)) <= last
+
+    @cached_property
+    def _trained(self) -> set[int]:
+        return _that_train(self.units)
 
     @property
     def embedding_trains_in_root(self) -> bool:
