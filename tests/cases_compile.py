@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from cases_faults import full
 from cases_parity import blocks_of, mesh_of
-from reference import LockstepResult, lockstep, token_loss
+from reference import LockstepResult, canonical, lockstep, token_loss
 from tiny_models import island_names, tiny_batch, tiny_transformers
 from torch import nn
 
-from dsv4_fsdp import audit, compile_blocks, parallelize
+from dsv4_fsdp import audit, compile_blocks, parallelize, use_windowed_attention
 
 
 @dataclass
@@ -70,3 +71,19 @@ def compiled_lockstep(layers: tuple[str, ...], backend: str, *, first: str) -> C
         island_dtypes=island_dtypes,
         audit_ok=audit(model, plan=plan, step=step).ok,
     )
+
+
+def recomputed_windowed_gradients(layers: tuple[str, ...], *, compiled: bool) -> dict[str, torch.Tensor]:
+    """Gradients of two steps, packed documents and one, of recomputed blocks with windowed attention."""
+    torch._dynamo.reset()
+    model = tiny_transformers(layers)
+    use_windowed_attention(model)
+    parallelize(model, mesh_of((dist.get_world_size(),)), activation_checkpointing=True)
+    if compiled:
+        compile_blocks(model, backend="eager")
+    batch = tiny_batch("transformers", 66)
+    for positions in (None, torch.cat([torch.arange(40), torch.arange(26)]).unsqueeze(0)):
+        output = model(input_ids=batch.input_ids, position_ids=positions, use_cache=False)
+        token_loss(output.logits, batch).backward()
+    found = {canonical(name): param.grad for name, param in model.named_parameters() if param.grad is not None}
+    return {name: full(grad).clone() for name, grad in found.items()}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases_compile import CompiledResult, compiled_lockstep
+from cases_compile import CompiledResult, compiled_lockstep, recomputed_windowed_gradients
 from reference import assert_lockstep
 from tiny_models import tiny_batch, tiny_transformers
 
@@ -90,3 +90,13 @@ def test_wrong_calls_are_refused() -> None:
     compile_blocks(model, backend="eager")
     with pytest.raises(ShardingError, match=r"got: 2 compiled blocks, model.layers.0 the first"):
         compile_blocks(model, backend="eager")
+
+
+@pytest.mark.parametrize("layer", ["heavily_compressed_attention", "compressed_sparse_attention"])
+def test_compiled_blocks_attend_in_windows_and_run_again(run_ranks: Any, layer: str) -> None:
+    """Both runs of a recomputed block are of one graph: nothing of the first may be found by the second."""
+    layers = ("sliding_attention", layer)
+    (eager,), (compiled,) = (run_ranks(1, recomputed_windowed_gradients, layers, compiled=way) for way in (False, True))
+    assert eager.keys() == compiled.keys()
+    for name, grad in eager.items():
+        torch.testing.assert_close(compiled[name], grad, rtol=2e-2, atol=2e-2 * float(grad.abs().max()), msg=name)

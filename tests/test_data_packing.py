@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import tracemalloc
 from collections import Counter
@@ -230,6 +231,21 @@ def test_evaluation_is_packed_too(tokenizer: Any, conversations: Path, tmp_path:
     assert moved.position_ids.is_meta
 
 
+def test_some_rows_to_evaluate_on_are_a_sample(tokenizer: Any, tmp_path: Path) -> None:
+    """The first ones would be the longest documents alone. The same for every seed."""
+    texts = [{"text": "a" * (40 if i % 2 else 5)} for i in range(80)]
+    path = json_lines(tmp_path / "a.jsonl", texts)
+    settings = pretrain(path, pack=True, sequence_length=41, eval_path=str(path), eval_sequences=6)
+    batches = made(settings, tokenizer, tmp_path / "cache")
+    evaluated = [found for batch in batches.eval_batches(0, 1) for found in documents(batch)]
+    assert any(len(tokens) < 10 for tokens, _ in evaluated)
+    assert max(len(documents(batches.row(row))) for row in range(6)) == 1
+    other = RowBatches(batches._cache, evaluation=batches._evaluation, settings=settings, seed=7, pad_id=0)
+    assert [b.input_ids.tolist() for b in other.eval_batches(0, 1)] == [
+        b.input_ids.tolist() for b in batches.eval_batches(0, 1)
+    ]
+
+
 def test_a_cache_without_packing_is_not_taken_for_a_packed_one(
     tokenizer: Any, texts: Path, conversations: Path, tmp_path: Path
 ) -> None:
@@ -263,6 +279,9 @@ def test_a_damaged_packed_cache_is_refused(tokenizer: Any, texts: Path, tmp_path
     build(pretrain(texts, pack=True), tokenizer, tmp_path / "cache")
     (tmp_path / "cache" / "packed.bin").unlink()
     with pytest.raises(DataError, match=r"damaged: \d+ rows where \d+ were written; remove it"):
+        TokenCache(tmp_path / "cache")
+    os.truncate(tmp_path / "cache" / "tokens.bin", 400)
+    with pytest.raises(DataError, match=r"damaged: tokens.bin has not the [\d,]+ bytes written; remove it"):
         TokenCache(tmp_path / "cache")
 
 

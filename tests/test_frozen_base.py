@@ -267,8 +267,9 @@ def test_another_base_is_refused_and_nothing_is_lost(
     folder = tmp_path / "run"
     run_ranks(2, run, folder, more, stop_after=2)
     before = sorted(path for path in (folder / "checkpoints").rglob("*"))
+    config = (folder / "config.yaml").read_text()
     change(copy)
-    errors = run_ranks(2, refused, folder, more)
+    errors = run_ranks(2, refused, folder, more | {"checkpoint.keep": "9"})
     assert errors[0] == errors[1]
     checkpoint = folder / "checkpoints" / "step-00000002"
     assert errors[0].startswith(f"the frozen weights that {checkpoint} was trained on are not there; ")
@@ -276,6 +277,7 @@ def test_another_base_is_refused_and_nothing_is_lost(
     assert said in errors[0]
     assert f"\nwhere: {copy}\nwhat to do: name its folder with --model.path (it was {copy}), or fetch " in errors[0]
     assert sorted(path for path in (folder / "checkpoints").rglob("*")) == before
+    assert (folder / "config.yaml").read_text() == config
     assert [row[0] for row in run_ranks(2, run, folder, more | {"model.path": str(base)})[0]] == [3, 4]
 
 

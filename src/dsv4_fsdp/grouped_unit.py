@@ -215,7 +215,10 @@ def shard_unit(
     refuse_sharded_modules(modules, ignored_params)
     if fp32_params is not None and not callable(fp32_params) and not isinstance(fp32_params, (Contract, str)):
         fp32_params = tuple(fp32_params)  # read once: it may be a generator
-    managed = [*managed_parameters(modules, ignored_params), *adopted]
+    managed = managed_parameters(modules, ignored_params)
+    own = {id(param) for param in managed}
+    adopted = [param for param in adopted if id(param) not in own]
+    managed += adopted
     names = _first_names(modules)
     homes = {id(param): f"{names[id(param)]} of {_describe(modules)}" for param in managed}
     _refuse_shared_parameters(managed, homes)

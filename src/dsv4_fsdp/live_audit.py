@@ -392,7 +392,9 @@ def _part(tensor: torch.Tensor) -> str:
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    # A copy: what numpy has looked at cannot be resized, and that is how FSDP2 frees a gathered parameter.
+    copy = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+    return copy.view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _bits(model: nn.Module, islands: set[str]) -> dict[str, tuple[bool, float | None]]:

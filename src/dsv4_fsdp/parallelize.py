@@ -25,8 +25,9 @@ from .expert_parallel import average_over_batches, dispatch_experts, sharding_ax
 from .fsdp import fully_shard_deepseek_v4
 from .grouped_unit import refuse_ambiguous_dtypes, refuse_foreign_mesh, refuse_sharded_modules, shard_unit
 from .live_precision import differences, read_back
+from .model_layout import layout_of
 from .names import canonical_name
-from .plan import IslandUnits, ShardingPlan, UnitPlan, islands_inside, plan_sharding
+from .plan import IslandUnits, ShardingPlan, UnitPlan, islands_left_to_root, plan_sharding
 from .recomputation import checkpoint
 from .torch_private import require_grouped_units
 
@@ -125,7 +126,9 @@ def parallelize(
         inner_policy = replace(inner_policy, cast_forward_inputs=False)
     left_to_root: list[nn.Parameter] = []
     if island_units == "root":
-        left_to_root = islands_inside([modules[unit.fqn] for unit in plan.units if unit.role == "block"], contract)
+        layout = layout_of(model)
+        dealt = layout.experts if plan.expert_parallel > 1 else ()
+        left_to_root = islands_left_to_root(model, contract, blocks=layout.blocks, dealt=dealt)
     units: list[tuple[UnitPlan, FSDPModule]] = []
     for unit in plan.units:
         if unit.role == "island":
@@ -155,6 +158,8 @@ def parallelize(
         units.append((unit, module))
 
     _prefetch(units, backward=island_units != "nested")
+    kept = [module for unit, module in units if unit.role in ("head", "root")]
+    model.register_forward_hook(lambda *_: _reshard_if_nothing_follows(kept))
     wrong = differences(read_back(model, plan), plan)
     assert not wrong, "fully_shard built something other than the plan: " + "; ".join(wrong[:5])
     return plan
@@ -162,6 +167,17 @@ def parallelize(
 
 def _fp32_policy() -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=True)
+
+
+def _reshard_if_nothing_follows(kept: list[FSDPModule]) -> None:
+    """After a forward without grad: shard what torch would keep gathered for a backward that does not come.
+
+    An optimizer that is made then, or a clipping of gradients, would find whole tensors there and pass them over, and a
+    step between this forward and the next would not reach them.
+    """
+    if not torch.is_grad_enabled():
+        for module in kept:
+            module.reshard()
 
 
 def _placements(model: nn.Module, plan: ShardingPlan) -> dict[int, Shard]:

@@ -36,7 +36,7 @@ __all__ = [
     "ShardingPlan",
     "UnitPlan",
     "even_dim",
-    "islands_inside",
+    "islands_left_to_root",
     "padded_numel",
     "plan_sharding",
 ]
@@ -293,7 +293,7 @@ def plan_sharding(
         if island_units == "nested" and role in ("block", "root"):
             units.extend(planner.island_units(name, reshard))
         cast_inputs_to = "float32" if role == "head" and layout.head_needs_fp32_input else None
-        groups = planner.groups_inside(name, expert_parallel=expert_parallel if role == "experts" else 1)
+        groups = planner.groups_inside(name, role=role, expert_parallel=expert_parallel if role == "experts" else 1)
         if groups or role == "root":
             units.append(
                 UnitPlan(canonical_name(name), role, reshard, unshard_in_backward, True, cast_inputs_to, groups)
@@ -302,7 +302,8 @@ def plan_sharding(
     if island_units == "nested":
         _refuse_bare_islands(model, contract)
     if island_units == "root":
-        planner.leave_to_root(layout.blocks)
+        dealt = layout.experts if expert_parallel > 1 else ()
+        planner.leave_to_root(islands_left_to_root(model, contract, blocks=layout.blocks, dealt=dealt))
     if layout.embedding is not None:
         # The gradient of a plain lookup does not read its weight, so backward need not gather it.
         lookup = _is_plain_lookup(model.get_submodule(layout.embedding))
@@ -326,9 +327,15 @@ def plan_sharding(
     )
 
 
-def islands_inside(blocks: Iterable[nn.Module], contract: Contract) -> list[nn.Parameter]:
-    """The island parameters of ``blocks``, each once, in the order of ``parameters()``."""
-    params = {id(param): param for block in blocks for param in block.parameters()}
+def islands_left_to_root(
+    model: nn.Module, contract: Contract, *, blocks: Iterable[str], dealt: Iterable[str]
+) -> list[nn.Parameter]:
+    """The islands inside ``blocks``, each once, in the order of ``parameters()``; not those of ``dealt`` experts, which
+    are sharded over other ranks."""
+    params = {id(param): param for block in blocks for param in model.get_submodule(block).parameters()}
+    for experts in dealt:
+        for param in model.get_submodule(experts).parameters():
+            params.pop(id(param), None)
     return [param for param in params.values() if (rule := contract.rule_of(param)) is not None and rule.island]
 
 
@@ -471,22 +478,23 @@ class _Planner:
         self._unit_of: dict[int, str] = {}
         self._left_to_root: dict[int, nn.Parameter] = {}
 
-    def leave_to_root(self, blocks: Iterable[str]) -> None:
-        """Give the islands inside ``blocks`` to the root, behind its own parameters."""
-        for param in islands_inside([self._model.get_submodule(block) for block in blocks], self._contract):
-            self._left_to_root[id(param)] = param
+    def leave_to_root(self, params: Iterable[nn.Parameter]) -> None:
+        """Give ``params``, of blocks, to the root, behind its own parameters."""
+        self._left_to_root = {id(param): param for param in params}
+        self._unit_of |= dict.fromkeys(self._left_to_root, "")
 
-    def groups_inside(self, module_name: str, *, expert_parallel: int = 1) -> tuple[GroupPlan, ...]:
+    def groups_inside(self, module_name: str, *, role: str, expert_parallel: int = 1) -> tuple[GroupPlan, ...]:
         unit_module = self._model.get_submodule(module_name)
         params: dict[int, nn.Parameter] = {}
         # `fully_shard` walks children before their parent, and each module's own parameters in order.
         for module in _post_order(unit_module, stop_at=self._unit_modules):
             params |= {id(param): param for param in module.parameters(recurse=False)}
-        params = {key: param for key, param in params.items() if key not in self._left_to_root}
-        if unit_module is self._model:
-            params |= self._left_to_root
+        if role == "block":
+            params = {key: param for key, param in params.items() if key not in self._left_to_root}
         self._unit_modules.add(unit_module)
-        self._refuse_shared(params)
+        self._refuse_shared(key for key in params if role != "root" or key not in self._left_to_root)
+        if role == "root":
+            params |= self._left_to_root
         self._unit_of |= dict.fromkeys(params, canonical_name(module_name))
         return self._grouped(list(params.values()), expert_parallel)
 
@@ -524,7 +532,11 @@ class _Planner:
         for island in nemo_layout.iter_island_modules(root):
             full_name = f"{module_name}.{island.fqn}" if module_name else island.fqn
             in_earlier_unit = all(id(param) in self._unit_of for param in island.module.parameters())
-            if island.module is not root and not in_earlier_unit and (groups := self.groups_inside(full_name)):
+            if (
+                island.module is not root
+                and not in_earlier_unit
+                and (groups := self.groups_inside(full_name, role="island"))
+            ):
                 # A holder hands out the parameter itself, so it must stay gathered after its forward.
                 holder = nemo_layout.has_class_name(
                     nemo_layout.unwrap(island.module), nemo_layout.RETURNED_FP32_PARAMETER_CLASS_NAMES

@@ -55,26 +55,27 @@ class Tokens:
         """The documents that ``position_ids`` tell apart; ``None`` if every row is one, from position 0 on.
 
         Looked up once per forward: it reads a number from the device. A compiled graph cannot branch on it and always
-        gets the documents, to the same effect.
+        gets the documents, to the same effect; each layer its own, since a graph that finds those of another is another
+        graph, and a recomputed block would run it the second time.
         """
+        if torch.compiler.is_compiling():
+            return Documents(position_ids.expand(batch, -1))
         if self._documents is None or self._documents[0] is not position_ids:
             found = None
-            if torch.compiler.is_compiling() or bool(
-                starts_a_document(position_ids).any() | (position_ids[:, :1] != 0).any()
-            ):
+            if bool(starts_a_document(position_ids).any() | (position_ids[:, :1] != 0).any()):
                 found = Documents(position_ids.expand(batch, -1))
             self._documents = (position_ids, found)
         return self._documents[1]
 
     def refuse_documents(self, position_ids: torch.Tensor) -> None:
         """Raise if there are documents to tell apart, among tokens that are no padding. Looked up once likewise."""
-        if self._documents is not None and self._documents[0] is position_ids:
+        if torch.compiler.is_compiling() or (self._documents is not None and self._documents[0] is position_ids):
             return
         begins = starts_a_document(position_ids)
         if self.real is not None:
             real = self.real[:, self.real.shape[1] - position_ids.shape[1] :]
             begins = begins & real[:, 1:] & real[:, :-1]
-        if not torch.compiler.is_compiling() and bool(begins.any()):
+        if bool(begins.any()):
             raise AttentionError(
                 "position_ids restart within a row, and there is a key-value cache.\n"
                 "expected: packed documents without a cache, whose compressed windows know no documents\n"

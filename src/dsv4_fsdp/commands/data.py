@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from itertools import groupby, pairwise
+from itertools import groupby, islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -201,7 +201,10 @@ def _look(config: Path | None, given: dict[str, Any], num_rows: int, limit: int)
         batches = RowBatches(
             cache, evaluation=None, settings=settings, seed=0, pad_id=0, notices=tokenizer_notices(loaded)
         )
-        shown = [batches.row(row) for row in range(min(num_rows, cache.num_rows))]
+        order: Iterable[int] = range(cache.num_rows)
+        if cache.is_packed:  # those with most documents first
+            order = sorted(order, key=lambda row: -len(cache.document_sizes(row)))
+        shown = [batches.row(row) for row in islice(order, num_rows)]
         return _Found(
             kind=values["kind"],
             source=settings.path,
@@ -230,6 +233,8 @@ def _read(config: Path) -> tuple[dict[str, Any], str | None]:
         section = preset | section
     model = document.get("model")
     path = model.get("path") if isinstance(model, dict) else None
+    if isinstance(model, dict) and section.get("pack") and model.get("attention", "windowed") != "windowed":
+        raise DataError("data.pack: only model.attention windowed keeps the documents of a row apart")
     return section, path if isinstance(path, str) else None
 
 

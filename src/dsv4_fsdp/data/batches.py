@@ -232,11 +232,21 @@ class RowBatches:
         size = self._settings.micro_batch_size
         batches = []
         for start in range(rank * size, -(-num // (world_size * size)) * world_size * size, world_size * size):
-            rows = list(range(start, min(start + size, num)))
+            rows = [self._evaluated(position) for position in range(start, min(start + size, num))]
             batches.append(
-                self._batch(self._evaluation, rows) if rows else self._batch(self._evaluation, [0]).without_labels()
+                self._batch(self._evaluation, rows)
+                if rows
+                else self._batch(self._evaluation, [self._evaluated(0)]).without_labels()
             )
         return batches
+
+    def _evaluated(self, position: int) -> int:
+        """The row that is evaluated at ``position``: the first ones, but of packed rows a sample.
+
+        The packer closes rows of long documents first. The sample is the same whatever the seed of the run.
+        """
+        assert self._evaluation is not None
+        return place(position, num=self._evaluation.num_rows, seed=0) if self._evaluation.is_packed else position
 
     def _batch(self, cache: TokenCache, rows: Sequence[int]) -> Batch:
         sizes = [cache.document_sizes(row) for row in rows]

@@ -144,6 +144,7 @@ class CacheWriter:
             "format": _FORMAT,
             "digest": hashlib.sha256(json.dumps([parts, stride]).encode()).hexdigest(),
             "stride": stride,
+            "num_tokens": self.num_tokens,
             "vocab_size": self._largest + 1,
             "counts": asdict(counts),
             "notices": list(notices),
@@ -208,6 +209,13 @@ class TokenCache:
         self.notices = tuple(about["notices"])
         self._stride: int | None = about["stride"]
         self.num_rows = self.counts.rows
+        for name, itemsize in (("tokens", 4), ("supervised", 1)):
+            path = folder / f"{name}.bin"
+            expected = about["num_tokens"] * itemsize
+            if name == "supervised" and not path.exists():
+                continue
+            if not path.exists() or path.stat().st_size != expected:
+                raise DataError(f"{folder}: damaged: {path.name} has not the {expected:,} bytes written; remove it")
         if self._stride is None:
             found = len(self._rows if self._packed is None else self._packed)
             if found != self.num_rows:

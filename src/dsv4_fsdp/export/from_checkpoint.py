@@ -200,7 +200,7 @@ def _export_adapter(
     peft_model = lora.peft_model_of(checkpoint.model_folder)
     config = peft_model.peft_config["default"]
     if source is not None:
-        config.base_model_name_or_path = str(source)
+        config.base_model_name_or_path = str(source.resolve())
     written = lora.write_adapter(trained, folder, keys=lora.adapter_keys(peft_model), config=config)
     lora.copy_tokenizer_files(checkpoint.model_folder, folder)
     reloaded = None
@@ -232,7 +232,7 @@ def _source(checkpoint: TrainingCheckpoint, given: Path | None) -> Path | None:
         raise ExportError(
             f"the checkpoint that training started from is not there.\nexpected: a folder with config.json, as {said} "
             f"says\ngot: {'no config.json in it' if source.exists() else 'no such folder'}\nwhere: {source}\n"
-            "what to do: name its new place with --source; untouched tensors are copied from there."
+            "what to do: name its new place with --source; what the run did not train is read from there."
         )
     if source is not None and checkpoint.base is not None:
         try:

@@ -30,7 +30,7 @@ def answer(estimate: Estimate, hint: str | None = None) -> list[str]:
     margin = f"({gib(estimate.margin_bytes)} of it margin)"
     device = estimate.cluster.device_memory_bytes
     if estimate.spare_bytes is None or device is None:
-        verdict = f"{needs.capitalize()} {margin}; --device-memory-gib gives a verdict"
+        verdict = f"{needs[0].upper()}{needs[1:]} {margin}; --device-memory-gib gives a verdict"
     elif estimate.spare_bytes >= 0:
         verdict = f"FITS: {needs} of {gib(device)}, {gib(estimate.spare_bytes)} to spare {margin}"
     else:

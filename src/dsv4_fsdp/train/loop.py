@@ -128,6 +128,8 @@ def _train(config: TrainConfig, folder: RunFolder, ranks: Ranks, stop: StopReque
     )
     latest = checkpoints.latest()
     digests = _base_digests(config, checkpoints, latest)
+    if ranks.is_first:
+        folder.keep_config(config)
     run = _prepare(config, folder, ranks, stop)
     say = run.say
     sharded = _build(run, latest, digests)

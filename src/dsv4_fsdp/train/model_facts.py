@@ -60,7 +60,7 @@ def model_problems(config: TrainConfig) -> list[str]:
     else:
         folder = Path(config.model.path)
         if not folder.is_dir():
-            return [f"model.path: there is no folder {config.model.path!r}"]
+            return [f"model.path: there is no folder {config.model.path!r}; if it has moved, name it with --model.path"]
         try:
             values = json.loads((folder / "config.json").read_text())
         except OSError:

@@ -87,7 +87,10 @@ class Ranks:
                 if told_to_stop():
                     raise RanksMissing(
                         f"told to stop while waiting for rank {other} to be done with: {what}.\n"
-                        "what to do: look at what happened to that rank; start the same command again."
+                        "expected: to be told (by a signal, the file RUN/stop or checkpoint.time_limit_s) in training\n"
+                        "got: that before the first step, when there is nothing to save\n"
+                        "what to do: if that rank has failed, mend what it says; if not, give the run more time. Then "
+                        "start the same command again."
                     )
                 time.sleep(0.2)
 

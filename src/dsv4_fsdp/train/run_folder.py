@@ -145,7 +145,16 @@ class RunFolder:
             raise ConfigError([*changed, "--run-dir: to train with other settings give a folder that is new or empty"])
 
     def create(self, config: TrainConfig) -> None:
-        """Make the folder and write the configuration into it; on a resumed run, the one that it continues with.
+        """Make the folder and write the configuration into it, unless there is one; see :meth:`keep_config`.
+
+        Raises:
+            RunFolderError: the machine does not let it.
+        """
+        if not self.config.is_file():
+            self.keep_config(config)
+
+    def keep_config(self, config: TrainConfig) -> None:
+        """Write the configuration that the run goes on with, once it is sure that it can.
 
         Raises:
             RunFolderError: the machine does not let it.
