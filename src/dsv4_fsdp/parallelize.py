@@ -53,6 +53,9 @@ def parallelize(
     Works on Transformers' and NeMo AutoModel's DeepSeek-V4 and on any Transformers model that lists its fp32 parameters
     in ``_keep_in_fp32_modules_strict``. Call it on every rank, with the same model, before making the optimizer.
 
+    What padding along its first dim would make larger by half is cut along another (:func:`~dsv4_fsdp.plan.even_dim`).
+    After a forward without grad, head and root are sharded again, unless ``reshard_after_forward`` is ``False``.
+
     Args:
         model: the unsharded model, on the mesh's device or on the meta device (materialise and load afterwards).
         mesh: one axis (FSDP), or two as (replicate, shard) (HSDP).
@@ -158,8 +161,9 @@ def parallelize(
         units.append((unit, module))
 
     _prefetch(units, backward=island_units != "nested")
-    kept = [module for unit, module in units if unit.role in ("head", "root")]
-    model.register_forward_hook(lambda *_: _reshard_if_nothing_follows(kept))
+    if reshard_after_forward is not False:  # else the caller wants everything to stay gathered
+        kept = [module for unit, module in units if unit.role in ("head", "root")]
+        model.register_forward_hook(lambda *_: _reshard_if_nothing_follows(kept))
     wrong = differences(read_back(model, plan), plan)
     assert not wrong, "fully_shard built something other than the plan: " + "; ".join(wrong[:5])
     return plan

@@ -33,7 +33,7 @@ def algorithm_of(optimizer: str, param: ParamPlan, roles: Roles | None, *, num_s
     # Experts under expert parallelism are cut as often as everything else, along two axes.
     local_numel = math.prod(param.shape) // num_shards
     in_blocks = param.shape[0] % num_shards == 0 and local_numel >= _AO_MIN_NUMEL and local_numel % _AO_BLOCK == 0
-    return "adamw_8bit" if role in ("matrices", "embeddings") and in_blocks else "adamw_bf16_sr"
+    return "adamw_8bit" if role == "matrices" and in_blocks else "adamw_bf16_sr"
 
 
 def optimizer_state_bytes(algorithm: str, *, local_numel: int, itemsize: int) -> int:

@@ -224,7 +224,7 @@ def _options(groups: Sequence[ParameterGroup], group: ParameterGroup, settings: 
         kernel = settings.kernel if settings.kernel != "auto" else ("fused" if on_cuda else "foreach")
         options |= {"fused": kernel == "fused", "foreach": kernel == "foreach"}
     else:
-        options |= {"quantised": settings.name == "adamw_8bit" and group.role in ("matrices", "embeddings")}
+        options |= {"quantised": settings.name == "adamw_8bit" and group.role == "matrices"}
     return options
 
 

@@ -5,12 +5,15 @@ probability that makes the mean exact, so updates far below a bf16 step add up. 
 weights) are written back as they are.
 
 **Moments** are fp32, or torchao's 8-bit tensors (a code per element, an fp32 scale per block of 256) in groups with
-``quantised``. Of these, a moment is quantised where it pays and where every rank does the same: dimension 0 divides
-evenly over the shards, and each shard has at least 4,096 elements and is a multiple of 256. torchao's own optimizer
-looks at the local shard only, so with an uneven split one rank's moment is quantised and another's is not: two
-kinds of state for one tensor. What is quantised depends on the number of shards, so a checkpoint that is loaded on
-another number of ranks has some moments quantised anew (within what 8 bits keep) or no longer. Rows must then be cut at
-blocks: always so where columns are a multiple of 256, as in DeepSeek-V4; otherwise torchao says "Invalid start or end".
+``quantised``. Embeddings are in none, as Dettmers et al. keep theirs in 32 bits: tokens' gradients differ by orders of
+magnitude, and where a block spans several tokens a rare one's second moment rounds to 0 and its update explodes.
+
+Of the others a moment is quantised where it pays and where every rank does the same: dimension 0 divides evenly over
+the shards, and each shard has at least 4,096 elements and is a multiple of 256. torchao's own optimizer looks at the
+local shard only, so with an uneven split one rank's moment is quantised and another's is not: two kinds of state for
+one tensor. What is quantised depends on the number of shards, so a checkpoint that is loaded on another number of ranks
+has some moments quantised anew (within what 8 bits keep) or no longer. Rows must then be cut at blocks: always so where
+columns are a multiple of 256, as in DeepSeek-V4; otherwise torchao says "Invalid start or end".
 
 **Random numbers.** Each group's draws are seeded with (run's seed, step, group, shard). Replicas of a shard under HSDP
 draw the same and so stay equal; shards draw differently, or their errors would add up; the run's own random state is
