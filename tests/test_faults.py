@@ -394,7 +394,8 @@ def test_fault_20_optimizer_clipping_and_checkpoint_live_with_empty_shards(tmp_p
     last = results[3]["empty"]
     assert last["model.hc_head.hc_scale"] == (1,)
     assert last["model.layers.0.attn_hc.scale"] == (3,)
-    assert last["model.layers.0.self_attn.compressor.position_bias"][0] == 2
+    # Of two rows on four ranks, so it is cut along its columns.
+    assert "model.layers.0.self_attn.compressor.position_bias" not in last
     assert last["model.layers.1.self_attn.compressor.position_bias"][0] == 3
     assert results[0]["empty"] == {}
     for found in results:
