@@ -25,7 +25,6 @@ from .expert_parallel import average_over_batches, dispatch_experts, sharding_ax
 from .fsdp import fully_shard_deepseek_v4
 from .grouped_unit import refuse_ambiguous_dtypes, refuse_foreign_mesh, refuse_sharded_modules, shard_unit
 from .live_precision import differences, read_back
-from .model_layout import layout_of
 from .names import canonical_name
 from .plan import IslandUnits, ShardingPlan, UnitPlan, islands_left_to_root, plan_sharding
 from .recomputation import checkpoint
@@ -129,9 +128,7 @@ def parallelize(
         inner_policy = replace(inner_policy, cast_forward_inputs=False)
     left_to_root: list[nn.Parameter] = []
     if island_units == "root":
-        layout = layout_of(model)
-        dealt = layout.experts if plan.expert_parallel > 1 else ()
-        left_to_root = islands_left_to_root(model, contract, blocks=layout.blocks, dealt=dealt)
+        left_to_root = islands_left_to_root(model, contract, expert_parallel=plan.expert_parallel)
     units: list[tuple[UnitPlan, FSDPModule]] = []
     for unit in plan.units:
         if unit.role == "island":
@@ -160,7 +157,7 @@ def parallelize(
             average_over_batches(module, expert_mesh)
         units.append((unit, module))
 
-    _prefetch(units, backward=island_units != "nested")
+    _prefetch(plan, units, backward=island_units != "nested")
     if reshard_after_forward is not False:  # else the caller wants everything to stay gathered
         kept = [module for unit, module in units if unit.role in ("head", "root")]
         model.register_forward_hook(lambda *_: _reshard_if_nothing_follows(kept))
@@ -212,7 +209,7 @@ def _checkpoint_blocks(model: nn.Module, plan: ShardingPlan) -> None:
             parent.register_module(child_name, wrapper)
 
 
-def _prefetch(units: list[tuple[UnitPlan, FSDPModule]], *, backward: bool) -> None:
+def _prefetch(plan: ShardingPlan, units: list[tuple[UnitPlan, FSDPModule]], *, backward: bool) -> None:
     """While one unit computes, the gathers of the next are in flight: all of its parameter groups, in running order.
 
     A block has its own dispatched experts gathered and then the next unit; experts ask for nothing. They are inside of
@@ -223,12 +220,9 @@ def _prefetch(units: list[tuple[UnitPlan, FSDPModule]], *, backward: bool) -> No
     groups would then be waited for. ``backward=False`` leaves that order, which nested units need: what ends before a
     block there are its own islands.
     """
-    running: list[list[FSDPModule]] = [[]]
-    for unit, module in units:
-        running[-1].insert(0, module)
-        if unit.role != "experts":  # the plan has them before the block that they are inside of
-            running.append([])
-    (*stages, [root]) = running[:-1]
+    modules = {unit.fqn: module for unit, module in units}
+    stages = [[modules[unit.fqn] for unit in stage] for stage in plan.stages if stage[0].role != "island"]
+    root = modules[""]
     for (current, *its_experts), (following, *_) in pairwise(stages):
         current.set_modules_to_forward_prefetch([*its_experts, following])
     if backward:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from operator import or_
 from typing import Any, Literal, get_args
 
@@ -157,6 +157,19 @@ class ShardingPlan:
         """How many ranks share the parameters of ``unit``: the shard axis, or what expert parallelism leaves of it."""
         return self.mesh_shape[-1] // (self.expert_parallel if unit.role == "experts" else 1)
 
+    @property
+    def stages(self) -> tuple[tuple[UnitPlan, ...], ...]:
+        """The units but the root as they run, each with the dispatched experts inside of it behind it."""
+        stages: list[tuple[UnitPlan, ...]] = []
+        experts: tuple[UnitPlan, ...] = ()
+        for unit in self.units[:-1]:
+            if unit.role == "experts":  # the plan has them before the block that they are inside of
+                experts = (unit, *experts)
+            else:
+                stages.append((unit, *experts))
+                experts = ()
+        return tuple(stages)
+
     def recomputes(self, block: UnitPlan) -> bool:
         """Whether ``block`` is run again in backward."""
         blocks = [unit for unit in self.units if unit.role == "block"]
@@ -205,7 +218,7 @@ class ShardingPlan:
                 counts["reduce_scatter"] += reduces
             counts["all_reduce"] += reduces * (len(self.mesh_shape) == 2)
         if self.expert_parallel > 1:
-            with_experts = [after for unit, after in pairwise(self.units) if unit.role == "experts"]
+            with_experts = [unit for unit, *experts in self.stages if experts]
             counts["all_to_all"] = sum(
                 3 + (2 + 3 * self.recomputes(block)) * self.gradient_arrives_at(block) for block in with_experts
             )
@@ -302,8 +315,7 @@ def plan_sharding(
     if island_units == "nested":
         _refuse_bare_islands(model, contract)
     if island_units == "root":
-        dealt = layout.experts if expert_parallel > 1 else ()
-        planner.leave_to_root(islands_left_to_root(model, contract, blocks=layout.blocks, dealt=dealt))
+        planner.leave_to_root(islands_left_to_root(model, contract, expert_parallel=expert_parallel))
     if layout.embedding is not None:
         # The gradient of a plain lookup does not read its weight, so backward need not gather it.
         lookup = _is_plain_lookup(model.get_submodule(layout.embedding))
@@ -327,13 +339,12 @@ def plan_sharding(
     )
 
 
-def islands_left_to_root(
-    model: nn.Module, contract: Contract, *, blocks: Iterable[str], dealt: Iterable[str]
-) -> list[nn.Parameter]:
-    """The islands inside ``blocks``, each once, in the order of ``parameters()``; not those of ``dealt`` experts, which
-    are sharded over other ranks."""
-    params = {id(param): param for block in blocks for param in model.get_submodule(block).parameters()}
-    for experts in dealt:
+def islands_left_to_root(model: nn.Module, contract: Contract, *, expert_parallel: int) -> list[nn.Parameter]:
+    """The islands inside the blocks, each once, in the order of ``parameters()``; not those of dealt experts, which are
+    sharded over other ranks."""
+    layout = layout_of(model)
+    params = {id(param): param for block in layout.blocks for param in model.get_submodule(block).parameters()}
+    for experts in layout.experts if expert_parallel > 1 else ():
         for param in model.get_submodule(experts).parameters():
             params.pop(id(param), None)
     return [param for param in params.values() if (rule := contract.rule_of(param)) is not None and rule.island]

@@ -171,7 +171,7 @@ def _look(config: Path | None, given: dict[str, Any], num_rows: int, limit: int)
     from dsv4_fsdp.data.errors import DataError
     from dsv4_fsdp.data.settings import RowSettings, StdlibSettings, data_settings
 
-    values, model = _read(config) if config else ({}, None)
+    values, model, attention = _read(config) if config else ({}, None, "windowed")
     # How rows are dealt is no part of a preview.
     values = ({} if (values | given).get("kind") == "stdlib" else {"global_batch_size": 1}) | values | given
     settings = data_settings(values)
@@ -190,6 +190,8 @@ def _look(config: Path | None, given: dict[str, Any], num_rows: int, limit: int)
         return _Found("stdlib", "Python's library", None, False, [], [_as_row(batch, loaded) for batch in shown])
 
     assert isinstance(settings, RowSettings)
+    if problems := settings.attention_problems(attention):
+        raise DataError(*problems)
     folder = settings.tokenizer or model
     if folder is None:
         raise DataError("data.tokenizer: missing; give a folder with a tokenizer")
@@ -215,8 +217,8 @@ def _look(config: Path | None, given: dict[str, Any], num_rows: int, limit: int)
         )
 
 
-def _read(config: Path) -> tuple[dict[str, Any], str | None]:
-    """The ``data`` section of a run's YAML file on top of its preset's, and the folder of its model if it names one."""
+def _read(config: Path) -> tuple[dict[str, Any], str | None, str]:
+    """The ``data`` section of a run's YAML file on top of its preset's; its model's folder, if named, and attention."""
     from dsv4_fsdp.data.errors import DataError
     from dsv4_fsdp.train.config import ConfigError, read_config_file
     from dsv4_fsdp.train.presets import PRESETS
@@ -233,9 +235,8 @@ def _read(config: Path) -> tuple[dict[str, Any], str | None]:
         section = preset | section
     model = document.get("model")
     path = model.get("path") if isinstance(model, dict) else None
-    if isinstance(model, dict) and section.get("pack") and model.get("attention", "windowed") != "windowed":
-        raise DataError("data.pack: only model.attention windowed keeps the documents of a row apart")
-    return section, path if isinstance(path, str) else None
+    attention = model.get("attention", "windowed") if isinstance(model, dict) else "windowed"
+    return section, path if isinstance(path, str) else None, str(attention)
 
 
 def _as_row(batch: Batch, tokenizer: Any) -> _Row:

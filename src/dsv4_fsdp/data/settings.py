@@ -133,6 +133,16 @@ class RowSettings(Section):
         """Forwards per rank and optimizer step; ``DataError`` if the batch cannot be dealt evenly."""
         return _accumulation(self.global_batch_size, self.micro_batch_size, world_size)
 
+    def attention_problems(self, attention: str) -> list[str]:
+        """What is wrong with these rows under ``model.attention``, one line each."""
+        if not self.pack or attention == "windowed":
+            return []
+        problem = (
+            f"data.pack: only model.attention windowed keeps the documents of a row apart, not {attention}, whose "
+            "compressed entries reach from one into the next; give windowed, or data.pack false"
+        )
+        return [problem]
+
     def problems(self) -> list[str]:
         """What is wrong on disk, one line each: missing or empty files, of the wrong kind, no tokenizer folder."""
         problems = []

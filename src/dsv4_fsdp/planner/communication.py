@@ -13,7 +13,7 @@ what is planned is as many to each, so that ``1/n`` of the rows stay where they 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -92,8 +92,8 @@ def collectives(plan: ShardingPlan, dispatch: Dispatch | None = None) -> Iterato
     Args:
         dispatch: without it the all-to-alls of expert parallelism are left out.
     """
-    *running, root = plan.units
-    stages = _stages(running)
+    root = plan.units[-1]
+    stages = plan.stages
     started: set[int] = set()
 
     def gather(unit: UnitPlan) -> Iterator[Collective]:
@@ -103,13 +103,13 @@ def collectives(plan: ShardingPlan, dispatch: Dispatch | None = None) -> Iterato
                 yield from _gather(plan, unit, group, plan.shard_size(unit))
 
     yield from gather(root)
-    for stage, following in zip(stages, [*stages[1:], [root]], strict=True):
+    for stage, following in zip(stages, [*stages[1:], (root,)], strict=True):
         for unit in (*stage, following[0]):
             yield from gather(unit)
         if dispatch is not None:
             for unit in stage[1:]:
                 yield from _exchange(plan, unit, dispatch, "forward")
-    backward = _Backward(plan, stages, root)
+    backward = _Backward(plan)
     trained = (u for stage in stages for u in stage if plan.trains(u))
     first = None if plan.embedding_trains_in_root else next(trained, None)
     yield from backward.arrive(root)
@@ -133,25 +133,15 @@ def collectives(plan: ShardingPlan, dispatch: Dispatch | None = None) -> Iterato
         yield from _reduce(plan, first)
 
 
-def _stages(running: Sequence[UnitPlan]) -> list[list[UnitPlan]]:
-    """The units as they run, a block's experts together with it: the plan has them before it."""
-    stages: list[list[UnitPlan]] = [[]]
-    for unit in running:
-        stages[-1].insert(0, unit)
-        if unit.role != "experts":
-            stages.append([])
-    return stages[:-1]
-
-
 class _Backward:
     """Which groups backward has gathered so far."""
 
-    def __init__(self, plan: ShardingPlan, stages: list[list[UnitPlan]], root: UnitPlan) -> None:
+    def __init__(self, plan: ShardingPlan) -> None:
         self._plan = plan
         # What a unit asks for when its turn comes: see `parallelize`. Dispatched experts ask for nothing.
         self._asks_for = {
             id(current): [*reversed(its_experts), previous]
-            for (previous, *_), (current, *its_experts) in pairwise([*stages, [root]])
+            for (previous, *_), (current, *its_experts) in pairwise([*plan.stages, (plan.units[-1],)])
         }
         self._gathered: set[int] = set()
 

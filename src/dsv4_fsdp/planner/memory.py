@@ -213,9 +213,9 @@ def step_moments(
         "buffers": state.buffers,
     }
     peaks = unit_peaks(plan)
-    *running, root = [p for p in peaks if p.unit.role != "island"]
+    root = peaks[-1]
     islands = sum(p.gathered for p in peaks if p.unit.role == "island")
-    stages = _stages(running, plan, islands)
+    stages = _stages(plan, peaks, islands)
     moments: list[Moment] = []
     accumulated = state.gradients + state.island_gradients if settings.micro_batches > 1 else 0
     reduced = 0
@@ -383,20 +383,18 @@ class _Stage:
         return 0 if self.block is None else activations.kept_by_block(self.block, checkpointing=self.recomputed)
 
 
-def _stages(running: Iterable[UnitPeak], plan: ShardingPlan, islands: int) -> list[_Stage]:
+def _stages(plan: ShardingPlan, peaks: Iterable[UnitPeak], islands: int) -> list[_Stage]:
+    peak_of_unit = {peak.unit.fqn: peak for peak in peaks}
     stages: list[_Stage] = []
-    experts = None
     num_blocks = 0
-    for peak in running:
-        if peak.unit.role == "experts":  # the plan has them before their block
-            experts = peak
+    for unit, *inside in plan.stages:
+        if unit.role == "island":
             continue
-        is_block = peak.unit.role == "block"
-        every = plan.activation_checkpointing
-        recomputed = is_block and bool(every) and num_blocks % every == 0
-        stages.append(_Stage(peak, experts, num_blocks if is_block else None, recomputed, islands if is_block else 0))
-        experts = None
-        num_blocks += is_block
+        experts = peak_of_unit[inside[0].fqn] if inside else None
+        block = num_blocks if unit.role == "block" else None
+        recomputed = block is not None and plan.recomputes(unit)
+        stages.append(_Stage(peak_of_unit[unit.fqn], experts, block, recomputed, 0 if block is None else islands))
+        num_blocks += block is not None
     return stages
 
 

@@ -92,8 +92,8 @@ _TEMPORARY, _REPLACED, _REMOVING = ".tmp-", ".replaced-", ".removing-"
 _TIMEOUT = timedelta(hours=2)
 # A network file system may show a file to other nodes only after a while (NFS caches a folder's names up to a minute).
 _VISIBLE_AFTER_S = 90.0
-# Manifest, configuration, tokenizer, DCP's own metadata.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Manifest, configuration, tokenizer, DCP's own metadata.
 _SMALL_FILES_BYTES = 32 * 2**20
 
 _log = logging.getLogger("dsv4_fsdp")

@@ -225,12 +225,8 @@ class TrainConfig(Section):
             problems.append(f"data.kind: the built-in model reads bytes, data.kind stdlib, not {self.data.kind}")
         if self.model.path != "tiny" and self.data.kind == "stdlib":
             problems.append("data.kind: stdlib is for the built-in model; give pretrain or sft")
-        if self.data.kind != "stdlib" and self.data.pack and self.model.attention != "windowed":
-            problems.append(
-                "data.pack: only model.attention windowed keeps the documents of a row apart, not "
-                f"{self.model.attention}, whose compressed entries reach from one into the next; give windowed, or "
-                "data.pack false"
-            )
+        if self.data.kind != "stdlib":
+            problems += self.data.attention_problems(self.model.attention)
         if self.evaluation.every and not self.data.has_evaluation:
             problems.append(
                 "evaluation.every: there is nothing to evaluate on; see data.eval_path, data.eval_sequences"

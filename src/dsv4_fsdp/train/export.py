@@ -202,19 +202,15 @@ def _on_first(
 def _in_words(error: OSError) -> ExportError:
     """What the machine refused (a full disk, a file where a folder should be), as an error of ours."""
     where = f"\nwhere: {error.filename}" if error.filename else ""
+    what = "the export cannot be written.\nexpected: room for the whole model in the run's folder"
+    remedy = "free space, or put the run elsewhere"
     if isinstance(error, FileNotFoundError):
-        words = ExportError(
-            "a file that the export needs is not there any more.\n"
-            "expected: the checkpoint that training started from, as it was\n"
-            f"got: {error.strerror or error}{where}\n"
-            "what to do: put it back, or name its new place with --model.path, and start it again."
+        what = (
+            "a file that the export needs is not there any more.\nexpected: the checkpoint that training started from"
         )
-        words.__cause__ = error
-        return words
-    words = ExportError(
-        f"the export cannot be written.\nexpected: room for the whole model in the run's folder\ngot: "
-        f"{error.strerror or error}{where}\nwhat to do: free space, or put the run elsewhere, and start it again."
-    )
+        remedy = "put it back, or name its new place with --model.path"
+    got = f"got: {error.strerror or error}{where}"
+    words = ExportError(f"{what}\n{got}\nwhat to do: {remedy}, and start it again.")
     words.__cause__ = error
     return words
 
