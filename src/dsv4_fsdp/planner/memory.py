@@ -266,7 +266,7 @@ def step_moments(
     for stage, before in zip(reversed(stages), [*reversed(stages[:-1]), None], strict=True):
         peak, experts = stage.peak, stage.experts
         unit = peak.unit
-        prefetched = stage.prefetches(before)
+        prefetched = before.peak.all_gather if before is not None and before.peak.unit.gathers_in_backward else 0
         part = stage.part(activations)
         kept_gathered -= stage.stays_gathered
         saved = kept + (head.saved_bytes if unit.role == "head" else 0)
@@ -364,14 +364,6 @@ class _Stage:
     @property
     def unsharded_gradients(self) -> int:
         return sum(peak.unsharded_gradients for peak in (self.peak, self.experts) if peak is not None)
-
-    def prefetches(self, before: _Stage | None) -> int:
-        """What is in flight during its backward of the unit that ran before it."""
-        if before is None or not before.peak.unit.gathers_in_backward:
-            return 0
-        # torch: a unit of one group, as experts are, asks for one group alone.
-        asks = self.experts if self.experts is not None else self.peak
-        return before.peak.last_all_gather if len(asks.unit.groups) == 1 else before.peak.all_gather
 
     def part(self, activations: Activations) -> Part:
         if self.block is not None:
